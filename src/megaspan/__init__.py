@@ -1,0 +1,24 @@
+"""megaspan: fine-tune causal language models on sequences of a million tokens, exactly, on few GPUs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megaspan.config import SFTConfig as SFTConfig
+    from megaspan.model import prepare as prepare
+    from megaspan.trainer import SFTTrainer as SFTTrainer
+
+__version__ = "0.1.0"
+__all__ = ["SFTConfig", "SFTTrainer", "__version__", "prepare"]
+
+# Loaded on first use: importing torch takes seconds, and `megaspan --help` must not.
+_HOMES = {"SFTConfig": "megaspan.config", "SFTTrainer": "megaspan.trainer", "prepare": "megaspan.model"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'megaspan' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)

@@ -1,0 +1,112 @@
+"""Sizes that people type and read, and errors that say what to do.
+
+A million-token run is described by a handful of numbers (`1M` tokens, `80GiB` of memory); they are parsed and printed here and
+nowhere else, so that a file, a flag and a printed line always mean the same thing.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+
+_TOKEN_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
+_BYTE_UNITS = {
+    "": 1, "b": 1,
+    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+    "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40,
+    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+}  # fmt: skip
+_SIZE = re.compile(r"([0-9][0-9_,]*(?:\.[0-9]+)?)\s*([a-zA-Z]*)")
+
+
+class UserError(Exception):
+    """Something the user can mend: exit code 2, one sentence, no traceback.
+
+    Args:
+        what: what is wrong, naming the option or file.
+        got: the offending value, as the user wrote it.
+        allowed: the legal values.
+        do: what to type next.
+    """
+
+    def __init__(self, what: str, *, got: object = None, allowed: str | None = None, do: str | None = None) -> None:
+        self.what, self.got, self.allowed, self.do = what, got, allowed, do
+        parts = [what.rstrip(".")]
+        if got is not None:
+            parts.append(f"got {got!r}" if isinstance(got, str) else f"got {got}")
+        if allowed:
+            parts.append(f"allowed: {allowed.rstrip('.')}")
+        sentence = "; ".join(parts) + "."
+        super().__init__(f"{sentence} {do.rstrip('.')}." if do else sentence)
+
+
+class UserErrors(UserError):
+    """Several errors of one file, reported together."""
+
+    def __init__(self, errors: Sequence[UserError]) -> None:
+        super().__init__("\n".join(str(error) for error in errors))
+        self.errors = tuple(errors)
+        self.args = ("\n".join(str(error) for error in errors),)
+
+
+def parse_tokens(value: int | str) -> int:
+    """Tokens from `131072`, `131_072`, `128k` or `1M` (k = 1,024, M = 1,048,576).
+
+    Raises:
+        UserError: the text is not a whole, positive number of tokens.
+    """
+    return _parse_size(value, _TOKEN_UNITS, "a number of tokens such as 131072, 128k or 1M")
+
+
+def parse_bytes(value: int | str) -> int:
+    """Bytes from `80GiB`, `80GB` (decimal), `512M` (binary) or a plain number.
+
+    Raises:
+        UserError: the text is not a size.
+    """
+    return _parse_size(value, _BYTE_UNITS, "a size such as 80GiB, 64GB or 512MiB")
+
+
+def _parse_size(value: int | str, units: dict[str, int], allowed: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise UserError("not a size", got=value, allowed=allowed)
+    if isinstance(value, int):
+        return value
+    match = _SIZE.fullmatch(value.strip())
+    unit = units.get(match[2].lower()) if match else None
+    if match is None or unit is None:
+        raise UserError("not a size", got=value, allowed=allowed)
+    size = float(match[1].replace(",", "").replace("_", "")) * unit
+    if size != int(size):
+        raise UserError("not a whole number", got=value, allowed=allowed)
+    return int(size)
+
+
+def format_tokens(tokens: int) -> str:
+    """`1048576` as `1,048,576`."""
+    return f"{tokens:,}"
+
+
+def format_bytes(size: float) -> str:
+    """Bytes in binary units, three digits: `38.0 GiB`."""
+    for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if abs(size) >= unit:
+            return f"{size / unit:.1f} {name}"
+    return f"{size:.0f} B"
+
+
+def format_seconds(seconds: float) -> str:
+    """Seconds as people read them: `0.35 s`, `12.4 s`, `3 min 20 s`, `2 h 05 min`."""
+    if seconds < 60:
+        return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def nearest(name: str, names: Iterable[str]) -> str | None:
+    """The closest of `names` to a misspelt `name`, or None when nothing is close."""
+    matches = difflib.get_close_matches(name.lower().replace("-", "_"), list(names), n=1, cutoff=0.6)
+    return matches[0] if matches else None
