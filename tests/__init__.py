@@ -1,0 +1,1 @@
+"""Tests, one folder a module of `src/megaspan`; run as `python -m pytest` from the repository."""
