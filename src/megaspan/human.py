@@ -28,17 +28,26 @@ class UserError(Exception):
         got: the offending value, as the user wrote it.
         allowed: the legal values.
         do: what to type next.
+        option: name of the option to blame, by which a caller finds the line of the file.
     """
 
-    def __init__(self, what: str, *, got: object = None, allowed: str | None = None, do: str | None = None) -> None:
-        self.what, self.got, self.allowed, self.do = what, got, allowed, do
+    def __init__(
+        self, what: str, *, got: object = None, allowed: str | None = None, do: str | None = None, option: str | None = None
+    ) -> None:
+        self.what, self.got, self.allowed, self.do, self.option = what, got, allowed, do, option
         parts = [what.rstrip(".")]
         if got is not None:
             parts.append(f"got {got!r}" if isinstance(got, str) else f"got {got}")
         if allowed:
             parts.append(f"allowed: {allowed.rstrip('.')}")
         sentence = "; ".join(parts) + "."
-        super().__init__(f"{sentence} {do.rstrip('.')}." if do else sentence)
+        if do:
+            sentence += " " + (do if do.endswith(("?", "!")) else do.rstrip(".") + ".")
+        super().__init__(sentence)
+
+    def at(self, place: str) -> UserError:
+        """The same error with its place (a file and line, a flag) in front."""
+        return UserError(f"{place}: {self.what}", got=self.got, allowed=self.allowed, do=self.do, option=self.option)
 
 
 class UserErrors(UserError):

@@ -1,1 +1,6 @@
-"""."""
+"""What a user can ask for: the options, their checks and their documentation, free of torch."""
+
+from megaspan.config.read import load_config as load_config
+from megaspan.config.schema import SFTConfig as SFTConfig
+
+__all__ = ["SFTConfig", "load_config"]

@@ -1,0 +1,171 @@
+"""What options say about each other: the ones without effect beside the others, and the ones that contradict.
+
+An option that changes nothing is a wish that was misunderstood: on a run of hours it is an error, not a surprise at the end.
+The rules are data, so that one list refuses an inert option in a user's file and leaves it out of the resolved file of a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megaspan.human import UserError
+
+if TYPE_CHECKING:
+    from megaspan.config.schema import SFTConfig
+
+LORA_OPTIONS = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_modules_to_save", "use_rslora")
+SCHEDULE_ARGUMENTS = {
+    "linear": (), "cosine": ("num_cycles",), "cosine_with_restarts": ("num_cycles",), "polynomial": ("lr_end", "power"),
+    "constant": (), "constant_with_warmup": (), "inverse_sqrt": ("timescale",),
+    "cosine_with_min_lr": ("num_cycles", "min_lr", "min_lr_rate"),
+    "warmup_stable_decay": ("num_decay_steps", "num_stable_steps", "warmup_type", "decay_type", "min_lr_ratio", "num_cycles"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Inert:
+    """`option` has no effect while `idle(config)` holds; `because` ends the sentence, `do` says what to type."""
+
+    option: str
+    others: tuple[str, ...]
+    idle: Callable[[SFTConfig], bool]
+    because: str
+    do: str
+
+
+ONE = "Remove one of the two"
+STEPS_ONLY = (("eval_steps", "eval_strategy"), ("logging_steps", "logging_strategy"), ("save_steps", "save_strategy"))
+
+INERT: tuple[Inert, ...] = (
+    *(
+        Inert(name, ("use_peft",), lambda c: not c.use_peft, "without use_peft: true", "Add use_peft: true or remove it")
+        for name in LORA_OPTIONS
+    ),
+    Inert("dataset_config", ("dataset_name",), lambda c: c.dataset_name is None, "without dataset_name", "Name the dataset"),
+    Inert(
+        "dataset_train_split",
+        ("datasets",),
+        lambda c: c.datasets is not None,
+        "beside datasets, whose entries have a split each",
+        "Write split: in the entry",
+    ),
+    Inert("packing_strategy", ("packing",), lambda c: not c.packing, "with packing: false", ONE),
+    Inert(
+        "overlong",
+        ("packing",),
+        lambda c: c.packing,
+        "with packing: true, which never cuts a document off",
+        "Add packing: false or remove it",
+    ),
+    Inert(
+        "lr_scheduler_kwargs",
+        ("lr_scheduler_type",),
+        lambda c: not SCHEDULE_ARGUMENTS[c.lr_scheduler_type],
+        "on a schedule that takes no arguments",
+        "Remove it or name another lr_scheduler_type",
+    ),
+    *(
+        Inert(
+            name,
+            ("lr_scheduler_type",),
+            lambda c: c.lr_scheduler_type == "constant",
+            "with lr_scheduler_type: constant",
+            "Write lr_scheduler_type: constant_with_warmup",
+        )
+        for name in ("warmup_steps", "warmup_ratio")
+    ),
+    Inert("num_train_epochs", ("max_steps",), lambda c: c.max_steps > 0, "beside max_steps, which ends the run", ONE),
+    Inert(
+        "gradient_checkpointing_kwargs",
+        ("gradient_checkpointing",),
+        lambda c: not c.gradient_checkpointing,
+        "with gradient_checkpointing: false",
+        ONE,
+    ),
+    Inert(
+        "data_seed",
+        ("shuffle_dataset", "train_sampling_strategy"),
+        lambda c: not c.shuffle_dataset and c.train_sampling_strategy == "sequential",
+        "on data that is not shuffled",
+        "Add shuffle_dataset: true or remove it",
+    ),
+    *(
+        Inert(
+            name,
+            (strategy,),
+            lambda c, strategy=strategy: getattr(c, strategy) != "steps",  # type: ignore[misc]
+            f"without {strategy}: steps",
+            f"Write {strategy}: steps or remove it",
+        )
+        for name, strategy in STEPS_ONLY
+    ),
+    Inert("save_minutes", ("save_strategy",), lambda c: c.save_strategy == "no", "with save_strategy: no", ONE),
+    Inert("save_total_limit", ("save_strategy",), lambda c: c.save_strategy == "no", "with save_strategy: no", ONE),
+    Inert("run_name", ("report_to",), lambda c: not c.trackers, "without a tracker", "Add report_to: wandb or remove it"),
+)
+
+
+def inert(config: SFTConfig) -> Iterator[tuple[str, tuple[str, ...], UserError]]:
+    """The options that change nothing here, set or not, each with the options it depends on and its sentence."""
+    for rule in INERT:
+        if rule.idle(config):
+            error = UserError(f"{rule.option} has no effect {rule.because}", do=rule.do, option=rule.option)
+            yield rule.option, rule.others, error
+
+
+def combinations(config: SFTConfig, wrong: set[str]) -> list[UserError]:
+    """Every broken rule that involves no option of `wrong` (those already have an error of their own)."""
+    errors = [
+        error
+        for option, others, error in inert(config)
+        if option in config.model_fields_set and getattr(config, option) is not None and not wrong & {option, *others}
+    ]
+    for options, message, do in _conflicts(config):
+        if not wrong & set(options):
+            errors.append(UserError(message, do=do, option=options[0]))
+    return errors
+
+
+def _conflicts(c: SFTConfig) -> Iterator[tuple[tuple[str, ...], str, str]]:
+    if c.use_dora:
+        yield ("use_dora",), "use_dora: weight-decomposed LoRA is not proven exact with the chunked loss", "Leave it false"
+    for name in ("dp_replicate_size", "dp_shard_size", "cp_size", "sp_size"):
+        if getattr(c, name) != 1:
+            yield (name,), f"{name} must be 1: this version runs on one device; got {getattr(c, name)}", f"Remove {name}"
+    if c.warmup_ratio is not None and c.warmup_steps:
+        yield ("warmup_ratio", "warmup_steps"), "warmup_ratio and warmup_steps both set the warm-up", "Keep one of them"
+    if c.dataset_name is not None and c.datasets is not None:
+        yield (
+            ("dataset_name", "datasets"),
+            "dataset_name and datasets both say what to train on",
+            "Put the first into the list as {path: …}",
+        )
+    if c.dtype == "bfloat16" and c.bf16 is False:
+        yield (
+            ("bf16", "dtype"),
+            "bf16: false asks for fp32 computation, dtype: bfloat16 for bf16 weights",
+            "Remove one of the two",
+        )
+    known = SCHEDULE_ARGUMENTS[c.lr_scheduler_type]
+    for key in c.lr_scheduler_kwargs or {}:
+        if known and key not in known:
+            yield (
+                ("lr_scheduler_kwargs", "lr_scheduler_type"),
+                f"lr_scheduler_kwargs: the {c.lr_scheduler_type} schedule has no argument {key}",
+                f"It takes {', '.join(known)}",
+            )
+    given = set(c.lr_scheduler_kwargs or {})
+    if c.lr_scheduler_type == "cosine_with_min_lr" and len(given & {"min_lr", "min_lr_rate"}) != 1:
+        yield (
+            ("lr_scheduler_type", "lr_scheduler_kwargs"),
+            "lr_scheduler_type cosine_with_min_lr needs min_lr or min_lr_rate in lr_scheduler_kwargs",
+            "Write lr_scheduler_kwargs: {min_lr_rate: 0.1}",
+        )
+    if c.lr_scheduler_type == "warmup_stable_decay" and "num_decay_steps" not in given:
+        yield (
+            ("lr_scheduler_type", "lr_scheduler_kwargs"),
+            "lr_scheduler_type warmup_stable_decay needs num_decay_steps in lr_scheduler_kwargs",
+            "Write lr_scheduler_kwargs: {num_decay_steps: 100}",
+        )

@@ -1,0 +1,96 @@
+"""Names from TRL, transformers and accelerate: the same idea, a neutral value that passes, or a refusal with its own sentence.
+
+The table itself is data (`trl.yaml` beside this file) and is read only when a name or value of it occurs; a test walks the
+fields of the libraries, so that an option added there is a decision here and never an accident.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import yaml
+
+from megaspan.human import UserError, nearest
+
+ALIASES = {
+    "activation_checkpointing": "gradient_checkpointing",
+    "activation_checkpointing_kwargs": "gradient_checkpointing_kwargs",
+    "streaming": "dataset_streaming",
+}
+PREFIX = "parallelism_config_"
+# Null is the libraries' own default for these, so it means "not set" here too.
+NULL_IS_UNSET = (
+    "output_dir", "gradient_checkpointing", "report_to", "dp_replicate_size", "dp_shard_size", "cp_size", "sp_size",
+)  # fmt: skip
+
+
+@cache
+def table() -> dict[str, dict[str, Any]]:
+    """The sections of trl.yaml: supported, refused, values, older, launch, model_init_kwargs, …; treat it as read-only."""
+    return yaml.load(files(__package__).joinpath("trl.yaml").read_text("utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+
+
+def translate(options: dict[str, Any], fields: Iterable[str]) -> tuple[dict[str, Any], list[UserError]]:
+    """Turns what was written into options of the schema.
+
+    Args:
+        options: names and values as written; foreign names at a neutral value are left out, aliases are renamed.
+        fields: the names of the schema.
+    """
+    fields = tuple(fields)
+    values: dict[str, Any] = {}
+    written: dict[str, str] = {}
+    errors: list[UserError] = []
+    for key, value in _expanded(options, errors):
+        name = ALIASES.get(key, key)
+        if name in fields:
+            if value is None and name in NULL_IS_UNSET:
+                continue
+            if name in values and values[name] != value:
+                message = f"{written[name]} and {key} are two names of one option, with different values"
+                errors.append(UserError(message, do="Keep one of them", option=key))
+            values[name], written[name] = value, key
+        elif key != "eval_packing" or (value is not None and value != options.get("packing", True)):
+            errors += _foreign(key, value, fields)
+    return values, errors
+
+
+def refuse(place: str, value: Any, entry: dict[str, Any], *, option: str) -> list[UserError]:
+    """No error at a neutral value (null, the libraries' default, those listed), else the entry's own sentence."""
+    if value is None or any(_same(value, neutral) for neutral in (entry.get("trl"), *entry.get("neutral", ()))):
+        return []
+    return [UserError(f"{place}: {entry['why'].rstrip('.')}", got=value, do=entry.get("do"), option=option)]
+
+
+def _same(value: Any, neutral: Any) -> bool:
+    if isinstance(value, bool) or isinstance(neutral, bool):
+        return str(value).lower() == str(neutral).lower()
+    value = getattr(value, "value", value)  # enumerations of transformers
+    return bool(value == neutral) or (isinstance(value, str) and value == str(neutral))
+
+
+def _expanded(options: dict[str, Any], errors: list[UserError]) -> Iterable[tuple[str, Any]]:
+    for key, value in options.items():
+        if key == "parallelism_config" and value is not None:
+            inner = value if isinstance(value, dict) else getattr(value, "__dict__", None)
+            if inner is None:
+                message = "parallelism_config must be a mapping such as {cp_size: 1}"
+                errors.append(UserError(message, got=value, option=key))
+            for name, size in (inner or {}).items():
+                if name != "device_mesh":
+                    yield name.removeprefix(PREFIX), size
+        elif key != "parallelism_config":
+            yield key.removeprefix(PREFIX), value
+
+
+def _foreign(key: str, value: Any, fields: tuple[str, ...]) -> list[UserError]:
+    for section in ("refused", "older", "launch"):
+        entry = table()[section].get(key)
+        if entry is not None:
+            return refuse(key, value, entry if isinstance(entry, dict) else {"why": entry}, option=key)
+    close = nearest(key, (*fields, *ALIASES))
+    do = f"Did you mean {close}?" if close else "megaspan train --help lists all options"
+    return [UserError(f"{key} is not an option", do=do, option=key)]

@@ -1,0 +1,161 @@
+"""A YAML file and flags become one `SFTConfig`.
+
+Flags and file share one schema and one notation: `--max_length 1M` is the line `max_length: 1M`. YAML is read by its 1.2 rules
+where those matter (`no` stays a word, `2e-5` is a number), a key written twice is an error, and every error says its line.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megaspan.config.schema import SFTConfig
+from megaspan.human import UserError, UserErrors
+
+_NUMBER = re.compile(r"-?[0-9.].*")
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML with the plain scalars of version 1.2."""
+
+    yaml_implicit_resolvers = {}  # noqa: RUF012  (shadows the 1.1 rules of the base class)
+
+
+for _tag, _pattern, _first in (
+    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("int", r"[-+]?(?:0|[1-9][0-9_]*)", "-+0123456789"),
+    ("float", r"[-+]?(?:[0-9][0-9_]*\.[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]{1,2}|[-+]?\.(?:inf|nan)",
+     "-+0123456789."),
+    ("merge", r"<<", "<"),
+):  # fmt: skip
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"(?:{_pattern})\Z"), list(_first))
+
+
+def load_config(path: str | Path | None, flags: Sequence[str] = ()) -> SFTConfig:
+    """Reads a YAML file, then flags over it.
+
+    Args:
+        path: a YAML file of options, or None for flags alone.
+        flags: `--name value`, `--name=value`, `--name` (true) or `--no-name` (false); `-` and `_` are the same.
+
+    Raises:
+        UserErrors: every mistake of file and flags, each with its line or flag.
+    """
+    errors: list[UserError] = []
+    places: dict[str, str] = {}
+    options: dict[str, Any] = {}
+    if path is not None:
+        options = _read_file(Path(path), places, errors)
+    options |= _read_flags(flags, places, errors)
+    config = None
+    try:
+        config = SFTConfig(**options)
+    except UserErrors as found:
+        errors += [error.at(places[error.option]) if error.option in places else error for error in found.errors]
+    if errors or config is None:
+        raise UserErrors(errors)
+    return config
+
+
+def _read_file(path: Path, places: dict[str, str], errors: list[UserError]) -> dict[str, Any]:
+    try:
+        text = path.read_text("utf-8")
+    except FileNotFoundError:
+        raise UserErrors([UserError(f"there is no file {path}", do="Give the path of a YAML file of options")]) from None
+    except IsADirectoryError:
+        raise UserErrors([UserError(f"{path} is a folder", do="Give the path of a YAML file of options")]) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserErrors(
+            [UserError(f"{path} cannot be read: {getattr(error, 'strerror', None) or 'it is not UTF-8 text'}")]
+        ) from None
+    try:
+        loader = _Loader(text)
+        root = loader.get_single_node()
+    except yaml.YAMLError as error:
+        raise UserErrors([_syntax_error(path, error)]) from None
+    if root is None:
+        raise UserErrors([UserError(f"{path} is empty", do="It needs at least max_length")])
+    if not isinstance(root, yaml.MappingNode):
+        raise UserErrors(
+            [UserError(f"{path} is not a mapping of options to values", do="Write lines such as max_length: 128k")]
+        )
+    _duplicates(path, root, errors)
+    options: dict[str, Any] = {}
+    for key_node, value_node in root.value:
+        key = str(key_node.value).replace("-", "_")
+        try:
+            options[key] = loader.construct_object(value_node, deep=True)
+        except (yaml.YAMLError, ValueError) as error:
+            errors.append(_syntax_error(path, error))
+        places.setdefault(key, f"{path} line {key_node.start_mark.line + 1}")
+    return options
+
+
+def _duplicates(path: Path, node: yaml.Node, errors: list[UserError]) -> None:
+    """A key written twice in one mapping: YAML readers silently keep the last."""
+    if isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            _duplicates(path, item, errors)
+    elif isinstance(node, yaml.MappingNode):
+        seen: dict[str, int] = {}
+        for key_node, value_node in node.value:
+            key, line = str(key_node.value).replace("-", "_"), key_node.start_mark.line + 1
+            if key in seen and key != "<<":
+                message = f"{path} line {line}: {key} is already on line {seen[key]}"
+                errors.append(UserError(message, do="Keep one of them", option=key))
+            seen[key] = line
+            _duplicates(path, value_node, errors)
+
+
+def _syntax_error(path: Path, error: Exception) -> UserError:
+    mark = getattr(error, "problem_mark", None)
+    problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+    place = f"{path} line {mark.line + 1}, column {mark.column + 1}" if mark is not None else str(path)
+    return UserError(f"{place}: this is not YAML: {problem}", do="A value that holds a colon, a brace or a # needs quotes")
+
+
+def _read_flags(flags: Sequence[str], places: dict[str, str], errors: list[UserError]) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    position = 0
+    while position < len(flags):
+        flag = flags[position]
+        position += 1
+        if not flag.startswith("--") or flag == "--":
+            errors.append(UserError(f"{flag!r} is not a flag", do="Write --name value; the file comes before all flags"))
+            continue
+        name, equals, text = flag[2:].partition("=")
+        key = name.replace("-", "_")
+        texts = [text] if equals else []
+        while not equals and position < len(flags) and not _is_flag(flags[position]):
+            texts.append(flags[position])
+            position += 1
+        if not texts and key.startswith("no_") and key not in SFTConfig.model_fields:
+            key, value = key.removeprefix("no_"), False
+        else:
+            value = _flag_value(flag, texts, errors)
+        if key in options:
+            errors.append(UserError(f"--{name} is given twice", do="Keep one of them", option=key))
+        options[key] = value
+        places[key] = "command line"
+    return options
+
+
+def _is_flag(text: str) -> bool:
+    return text.startswith("-") and not _NUMBER.fullmatch(text)
+
+
+def _flag_value(flag: str, texts: list[str], errors: list[UserError]) -> Any:
+    values = []
+    for text in texts:
+        try:
+            values.append(yaml.load(text, _Loader))
+        except yaml.YAMLError:
+            values.append(text)
+    if not values:
+        return True
+    return values[0] if len(values) == 1 else values

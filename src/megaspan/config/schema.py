@@ -1,0 +1,315 @@
+"""`SFTConfig`: everything a user can wish for, one frozen schema for YAML, flags and Python.
+
+The names are those of TRL's `SFTConfig`, transformers' `TrainingArguments` and accelerate's `ParallelismConfig` wherever the
+idea is the same. A run of a million tokens lasts hours, so nothing here is accepted and then ignored: an unknown key, an option
+without effect beside the others, a wrong type are all reported together, before a weight is loaded.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from megaspan.config import checks, foreign, nested
+from megaspan.config.values import (
+    Allowed,
+    Bytes,
+    Count,
+    Dtype,
+    Mapping,
+    Names,
+    NotNegative,
+    Positive,
+    Share,
+    Steps,
+    Strategy,
+    Text,
+    Tokens,
+    Trackers,
+    Whole,
+    allowed_text,
+)
+from megaspan.human import UserError, UserErrors, nearest, parse_tokens
+
+Schedule = Literal[
+    "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup",
+    "inverse_sqrt", "cosine_with_min_lr", "warmup_stable_decay",
+]  # fmt: skip
+
+
+def _lost(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError
+    try:
+        number = float(value)
+    except ValueError:
+        try:
+            number = float(parse_tokens(value)) if isinstance(value, str) else float(value)
+        except UserError as error:
+            raise ValueError from error
+    if not 0 <= number < float("inf"):
+        raise ValueError
+    return number
+
+
+def _max_steps(value: Any) -> int:
+    number = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else 0.0
+    if number != -1 and (number < 1 or number != int(number)):
+        raise ValueError
+    return int(number)
+
+
+def _padding(value: Any) -> int | None:
+    if value is None or value in ("auto", "none"):
+        return None  # TRL's "auto" pads on one kind of machine only, which megaspan does not run on
+    if isinstance(value, bool) or float(value) != int(value) or int(value) < 1:
+        raise ValueError
+    return int(value)
+
+
+def _warmup(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError
+    number = float(value)
+    if number < 0 or (number >= 1 and number != int(number)):
+        raise ValueError
+    return number
+
+
+class SFTConfig(BaseModel):
+    """The settings of one fine-tuning run. Only `max_length` has no default.
+
+    Frozen: `config.replace(name=value)` gives a changed copy, checked again.
+
+    Raises:
+        UserErrors: every unknown key, wrong value, option without effect and illegal combination, one sentence each.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, protected_namespaces=())
+
+    # Run
+    output_dir: Text = Field("run", description="Folder of the run: metrics, checkpoints and the final model.")
+    run_name: Text | None = Field(None, description="Name shown by trackers.")
+    resume_from_checkpoint: bool | Text | None = Field(
+        None, description="Continue from this checkpoint folder, or from the newest one of output_dir (true)."
+    )
+
+    # Model
+    model_name_or_path: Text | None = Field(
+        None,
+        description="Hub name or folder of a model; qwen3-0.6b, qwen3-4b, qwen3-8b are shapes with random weights.",
+    )
+    model_revision: Text | None = Field(None, description="Branch, tag or commit of the model; null is main.")
+    trust_remote_code: bool = Field(False, description="Run Python code that ships with the model.")
+    model_init_kwargs: Mapping | None = Field(
+        None,
+        description="rope_parameters (a mapping as in transformers, or auto: the factor follows from max_length), dtype, "
+        "revision, trust_remote_code; any other key overrides that entry of the model's config.json.",
+    )
+    dtype: Dtype | None = Field(
+        None,
+        description="null and float32 keep fp32 master weights; bfloat16 keeps weights and optimizer in bf16, updates rounded.",
+    )
+    allow_past_window: bool = Field(False, description="Train past the positions that the model knows, without extending them.")
+
+    # LoRA
+    use_peft: bool = Field(False, description="Train a LoRA adapter in place of all weights (needs megaspan[lora]).")
+    lora_r: Count = Field(16, description="Rank of the adapter.")
+    lora_alpha: Count = Field(32, description="Scale of the adapter: its output is multiplied by lora_alpha / lora_r.")
+    lora_dropout: Share = Field(0.05, description="Dropout on the adapter's input.")
+    lora_target_modules: Names | None = Field(
+        None, description="Modules that get an adapter; null is peft's choice, all-linear all."
+    )
+    lora_modules_to_save: Names | None = Field(None, description="Modules trained in full beside the adapter.")
+    use_rslora: bool = Field(False, description="Scale by lora_alpha / sqrt(lora_r).")
+    use_dora: bool = Field(False, description="Weight-decomposed LoRA; not proven exact here, so only false is legal.")
+
+    # Data
+    dataset_name: Text | None = Field(None, description="Text to train on: hub name, folder, file or glob.")
+    dataset_config: Text | None = Field(None, description="Configuration name of the dataset.")
+    dataset_train_split: Text = Field("train", description="Split to train on.")
+    dataset_test_split: Text = Field("test", description="Split to evaluate on.")
+    dataset_streaming: bool = Field(False, description="Read the dataset as a stream, without a download of the whole.")
+    datasets: tuple[dict[str, Any], ...] | None = Field(
+        None, description="Several datasets, in this order: a list of {path, name, data_dir, data_files, split, columns}."
+    )
+    dataset_text_field: Text = Field("text", description="Column that holds the text.")
+    dataset_num_proc: Count | None = Field(None, description="Processes that tokenise; null is one per core.")
+    max_length: Tokens = Field(..., description="Tokens in a row, over all GPUs: 131072, 128k, 1M.")
+    packing: bool = Field(True, description="Join documents until a row is full; false gives every document its own row.")
+    packing_strategy: Literal["wrapped"] = Field(
+        "wrapped",
+        description="wrapped joins documents and continues the rest in the next row; every token sees all earlier ones.",
+    )
+    max_rows: Count | None = Field(None, description="Stop after this many rows.")
+    overlong: Literal["split", "truncate", "drop"] = Field(
+        "split", description="Without packing, a document longer than max_length is split into rows, truncated or dropped."
+    )
+    max_lost_tokens: Annotated[float, BeforeValidator(_lost), Allowed("a share from 0 to 1, or a number of tokens above 1")] = (
+        Field(0.01, description="Stop when more tokens than this would be lost: a share up to 1, a number of tokens above 1.")
+    )
+    eos_token: Text | None = Field(None, description="Token that ends a document; null is the tokenizer's own.")
+    pad_to_multiple_of: Annotated[
+        int | None, BeforeValidator(_padding), Allowed("a whole number of at least 1, auto or null")
+    ] = Field(None, description="Pad rows to a multiple of this (counted as padding); never needed.")
+    shuffle_dataset: bool = Field(False, description="Shuffle the documents before they are joined into rows.")
+    train_sampling_strategy: Literal["random", "sequential"] = Field(
+        "random", description="Order of the rows in an epoch: drawn anew each time, or as prepared."
+    )
+
+    # Training
+    per_device_train_batch_size: Count = Field(1, description="Rows per GPU in one micro-batch.")
+    gradient_accumulation_steps: Count = Field(1, description="Micro-batches per optimizer step, weighted by their tokens.")
+    num_train_epochs: Positive = Field(3.0, description="Passes over the rows.")
+    max_steps: Annotated[int, BeforeValidator(_max_steps), Allowed("a whole number of at least 1, or -1 for none")] = Field(
+        -1, description="Optimizer steps in place of num_train_epochs; -1 is none."
+    )
+    learning_rate: NotNegative = Field(2e-5, description="Peak learning rate.")
+    lr_scheduler_type: Annotated[Schedule, BeforeValidator(lambda value: getattr(value, "value", value))] = Field(
+        "linear", description="Schedule, by transformers' names."
+    )
+    lr_scheduler_kwargs: Mapping | None = Field(None, description="Arguments of the schedule, such as {min_lr_rate: 0.1}.")
+    warmup_steps: Annotated[
+        float, BeforeValidator(_warmup), Allowed("a whole number of steps, or a share of all steps below 1")
+    ] = Field(0.0, description="Steps of linear warm-up; below 1 a share of all steps.")
+    warmup_ratio: Share | None = Field(None, description="Warm-up as a share of all steps (older name).")
+    optim: Literal["adamw_torch_fused", "adamw_torch"] = Field("adamw_torch_fused", description="AdamW of torch, fused or not.")
+    weight_decay: NotNegative = Field(0.0, description="Decay, not applied to biases and norms.")
+    adam_beta1: Share = Field(0.9, description="Decay of the first moment.")
+    adam_beta2: Share = Field(0.999, description="Decay of the second moment.")
+    adam_epsilon: Positive = Field(1e-8, description="Term added to the denominator of AdamW.")
+    max_grad_norm: NotNegative = Field(1.0, description="Clip the global gradient norm to this; 0 does not clip.")
+    loss_type: Literal["chunked_nll", "nll"] = Field(
+        "chunked_nll", description="chunked_nll never holds the logits of a row; nll is the plain loss with all logits."
+    )
+
+    # Precision and device
+    bf16: bool | None = Field(None, description="Compute in bf16; null is yes on a GPU, no on a CPU.")
+    use_cpu: bool = Field(False, description="Run on the CPU even where a GPU is.")
+    seed: Whole = Field(42, description="Seed of weights, dropout and, without data_seed, of the data order.")
+    data_seed: Whole | None = Field(None, description="Seed of the data order; null is seed.")
+    full_determinism: bool = Field(False, description="Bit-equal repetition also on a GPU, at a cost that the header prints.")
+
+    # Memory
+    gradient_checkpointing: bool = Field(
+        True, description="Keep only the input of every layer and recompute the rest (newer name: activation_checkpointing)."
+    )
+    gradient_checkpointing_kwargs: Mapping | None = Field(
+        None, description="{offload: true} keeps the layers' inputs in host memory (the default), {offload: false} on the GPU."
+    )
+    memory_limit: Bytes | None = Field(None, description="GPU memory to plan for; null is what the GPU has.")
+    host_memory: Bytes | None = Field(None, description="Host memory to plan for; null is what the machine or its cgroup has.")
+
+    # Parallelism
+    dp_replicate_size: Count = Field(1, description="Replicas of the model; only 1 in this version.")
+    dp_shard_size: Count = Field(1, description="GPUs that share one copy of the weights; only 1 in this version.")
+    cp_size: Count = Field(1, description="GPUs that share the tokens of a row; only 1 in this version.")
+    sp_size: Count = Field(1, description="GPUs that share the heads (Ulysses); only 1 in this version.")
+
+    # Evaluation
+    eval_strategy: Strategy = Field("no", description="Evaluate never, every eval_steps, or after every epoch.")
+    eval_steps: Steps | None = Field(None, description="Steps between evaluations; null is logging_steps.")
+    per_device_eval_batch_size: Count = Field(1, description="Rows per GPU in one evaluation batch.")
+
+    # Logging
+    logging_strategy: Strategy = Field("steps", description="Log never, every logging_steps, or after every epoch.")
+    logging_steps: Steps = Field(1, description="Steps between logged lines.")
+    report_to: Trackers = Field("none", description="Trackers beside metrics.jsonl: tensorboard, wandb, trackio; or none.")
+    disable_tqdm: bool | None = Field(None, description="No progress bar; null shows it on a terminal.")
+
+    # Saving
+    save_strategy: Strategy = Field("steps", description="Checkpoints never, every save_steps, or after every epoch.")
+    save_steps: Steps = Field(500, description="Steps between checkpoints.")
+    save_minutes: Positive | None = Field(30.0, description="Save also when this many minutes have passed; null does not.")
+    save_total_limit: Count | None = Field(None, description="Newest checkpoints to keep; null keeps all.")
+
+    if not TYPE_CHECKING:  # type checkers see the fields in place of this signature
+
+        def __init__(self, **options: Any) -> None:
+            fields = type(self).model_fields
+            values, errors = foreign.translate(options, tuple(fields))
+            values, more = nested.check(values)
+            errors += more
+            wrong = {error.option for error in errors}
+            good = {name: value for name, value in values.items() if name not in wrong}
+            try:
+                super().__init__(**{"max_length": 1, **good})
+            except ValidationError as found:
+                bad = {str(detail["loc"][0]) for detail in found.errors()}
+                errors += [_wrong_value(name, good[name]) for name in sorted(bad)]
+                super().__init__(**{"max_length": 1, **{name: value for name, value in good.items() if name not in bad}})
+            if options.get("max_length") is None:
+                errors = [error for error in errors if error.option != "max_length"]
+                errors.append(_no_length())
+            errors += checks.combinations(self, {error.option for error in errors})
+            if errors:
+                order = {name: position for position, name in enumerate(options)}
+                raise UserErrors(sorted(errors, key=lambda error: order.get(error.option or "", len(order))))
+
+    def replace(self, **changes: Any) -> SFTConfig:
+        """A copy with some options changed, checked as a whole."""
+        return type(self)(**{**self.given(), **changes})
+
+    def given(self) -> dict[str, Any]:
+        """The options that were set, with their values."""
+        return {name: getattr(self, name) for name in type(self).model_fields if name in self.model_fields_set}
+
+    def resolved(self) -> dict[str, Any]:
+        """Every option that has an effect, with the value that holds; `SFTConfig(**config.resolved())` is the same run."""
+        idle = {option for option, _, _ in checks.inert(self)}
+        values = self.model_dump(mode="python")
+        return {name: value for name, value in values.items() if name not in idle}
+
+    @property
+    def offload(self) -> bool:
+        """Whether the layers' inputs go to host memory."""
+        return self.gradient_checkpointing and bool((self.gradient_checkpointing_kwargs or {}).get("offload", True))
+
+    @property
+    def rope_parameters(self) -> dict[str, Any] | Literal["auto"] | None:
+        """The wish for positions: a mapping as in transformers, "auto", or None for the model's own."""
+        return (self.model_init_kwargs or {}).get("rope_parameters")
+
+    @property
+    def config_overrides(self) -> dict[str, Any]:
+        """The entries of model_init_kwargs that replace entries of the model's own configuration."""
+        return {name: value for name, value in (self.model_init_kwargs or {}).items() if name != "rope_parameters"}
+
+    @property
+    def weights_dtype(self) -> Literal["bfloat16", "float32"] | None:
+        """The wish for the weights; None is fp32 masters with bf16 computation on a GPU."""
+        return self.dtype
+
+    @property
+    def trackers(self) -> tuple[str, ...]:
+        """The names in report_to, without "none"."""
+        return () if self.report_to == "none" else tuple(self.report_to)
+
+
+def _wrong_value(name: str, value: Any) -> UserError:
+    """One field's error: the sentence kept for this very value where there is one, else the legal values."""
+    shown = getattr(value, "value", value)
+    own = foreign.table()["values"].get(name, {}).get(str(shown))
+    if own is not None:
+        return UserError(f"{name}: {own['why'].rstrip('.')}", got=shown, do=own.get("do"), option=name)
+    allowed = allowed_of(name)
+    close = nearest(shown, allowed.replace(" or ", ", ").split(", ")) if isinstance(shown, str) else None
+    got = "null" if shown is None else shown
+    return UserError(f"{name} must be {allowed}", got=got, do=f"Did you mean {close}?" if close else None, option=name)
+
+
+def allowed_of(name: str) -> str:
+    """The legal values of one option, in words that follow "must be"."""
+    field = SFTConfig.model_fields[name]
+    return allowed_text(field.annotation, field.metadata)
+
+
+def _no_length() -> UserError:
+    do = "Write max_length: 128k (or --max_length 128k); megaspan plan shows what fits"
+    return UserError(
+        "max_length is missing and has no default",
+        allowed="a number of tokens such as 131072, 128k or 1M",
+        do=do,
+        option="max_length",
+    )

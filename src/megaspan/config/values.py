@@ -1,0 +1,160 @@
+"""What the value of an option may be: types that read what people type, each with the words for its error.
+
+A type here is an ordinary annotation with two additions: a reader (`"1M"` becomes 1,048,576) and an `Allowed` text, from which
+the error sentence, `megaspan train --help` and the documentation are made, so that the three cannot disagree.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BeforeValidator
+
+from megaspan.human import UserError, parse_bytes, parse_tokens
+
+TRACKERS = ("tensorboard", "wandb", "trackio")
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """The legal values in words, to follow "must be"."""
+
+    text: str
+
+
+def _number(low: float | None, high: float | None, *, whole: bool, open_low: bool, open_high: bool) -> Callable[[Any], Any]:
+    def read(value: Any) -> Any:
+        if isinstance(value, bool) or not isinstance(value, int | float | str):
+            raise ValueError
+        number = float(value.replace("_", "").replace(",", "") if isinstance(value, str) else value)
+        if not abs(number) < float("inf") or (whole and number != int(number)):
+            raise ValueError
+        if low is not None and (number <= low if open_low else number < low):
+            raise ValueError
+        if high is not None and (number >= high if open_high else number > high):
+            raise ValueError
+        return int(number) if whole else number
+
+    return read
+
+
+def _size(parse: Callable[[int | str], int]) -> Callable[[Any], int]:
+    def read(value: Any) -> int:
+        try:
+            size = parse(int(value) if isinstance(value, float) and value == int(value) else value)
+        except UserError as error:
+            raise ValueError from error
+        if size <= 0:
+            raise ValueError
+        return size
+
+    return read
+
+
+def _text(value: Any) -> str:
+    # Floats are left out: a commit such as 12e4567 read as a number would come back as other text.
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError
+    return value
+
+
+def _dtype(value: Any) -> str:
+    name = str(value).removeprefix("torch.")  # torch.bfloat16 itself may be given from Python
+    if name not in ("bfloat16", "float32"):
+        raise ValueError
+    return name
+
+
+def _strategy(value: Any) -> Any:
+    return "no" if value is False else value  # `save_strategy: no` is a boolean to an older YAML reader
+
+
+def _choice(value: Any) -> Any:
+    return value if isinstance(value, str) else str(getattr(value, "value", value))  # enumerations of transformers
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    if isinstance(value, str):
+        value = [part.strip() for part in value.split(",")]
+    if not isinstance(value, list | tuple) or not value or not all(isinstance(name, str) and name for name in value):
+        raise ValueError
+    return tuple(value)
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise ValueError
+    return dict(value)
+
+
+def _whole(low: int) -> BeforeValidator:
+    return BeforeValidator(_number(low, None, whole=True, open_low=False, open_high=False))
+
+
+def _between(low: float | None, high: float | None, *, open_low: bool = False, open_high: bool = False) -> BeforeValidator:
+    return BeforeValidator(_number(low, high, whole=False, open_low=open_low, open_high=open_high))
+
+
+Tokens = Annotated[int, BeforeValidator(_size(parse_tokens)), Allowed("a number of tokens such as 131072, 128k or 1M")]
+Bytes = Annotated[int, BeforeValidator(_size(parse_bytes)), Allowed("a size such as 80GiB, 64GB or 512MiB")]
+Count = Annotated[int, _whole(1), Allowed("a whole number of at least 1")]
+Whole = Annotated[int, _whole(0), Allowed("a whole number of at least 0")]
+Steps = Annotated[int, _whole(1), Allowed("a whole number of steps, at least 1 (a share of the run is not read here)")]
+Positive = Annotated[float, _between(0, None, open_low=True), Allowed("a number above 0")]
+NotNegative = Annotated[float, _between(0, None), Allowed("a number of at least 0")]
+Share = Annotated[float, _between(0, 1, open_high=True), Allowed("a number from 0 up to, but not including, 1")]
+Text = Annotated[str, BeforeValidator(_text), Allowed("a text (in quotes when it looks like a number)")]
+Names = Annotated[tuple[str, ...], BeforeValidator(_names), Allowed("a name or a list of names")]
+Mapping = Annotated[dict[str, Any], BeforeValidator(_mapping), Allowed("a mapping of names to values")]
+Dtype = Annotated[Literal["bfloat16", "float32"], BeforeValidator(_dtype), Allowed("bfloat16 or float32")]
+Strategy = Annotated[Literal["no", "steps", "epoch"], BeforeValidator(_choice), BeforeValidator(_strategy)]
+
+
+def _trackers(value: Any) -> str | tuple[str, ...]:
+    if value in ("none", [], ["none"], ()) or value is False:
+        return "none"
+    names = _names(value)
+    if not set(names) <= set(TRACKERS):
+        raise ValueError
+    return names
+
+
+Trackers = Annotated[
+    Literal["none"] | tuple[str, ...],
+    BeforeValidator(_trackers),
+    Allowed("none, or one or more of tensorboard, wandb, trackio"),
+]
+
+
+def read_bool(value: Any) -> bool | None:
+    """A truth value inside a mapping, where no schema reads it: true/false and their YAML spellings; None for anything else."""
+    if isinstance(value, bool):
+        return value
+    return {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}.get(str(value).lower())
+
+
+def allowed_text(annotation: Any, metadata: Sequence[Any] = ()) -> str:
+    """The legal values of an annotation (and the metadata that pydantic split off it), in words that follow "must be"."""
+    texts = [item.text for item in metadata if isinstance(item, Allowed)]
+    return " or ".join(texts or _allowed_parts(annotation))
+
+
+def _allowed_parts(annotation: Any) -> list[str]:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        texts = [item.text for item in arguments[1:] if isinstance(item, Allowed)]
+        return texts or _allowed_parts(arguments[0])
+    if origin in (Union, types.UnionType):
+        return [text for argument in arguments for text in _allowed_parts(argument)]
+    if origin is Literal:
+        return [", ".join(str(choice) for choice in arguments[:-1]) + " or " * (len(arguments) > 1) + str(arguments[-1])]
+    if annotation is bool:
+        return ["true or false"]
+    if annotation is type(None):
+        return ["null"]
+    return [getattr(annotation, "__name__", str(annotation))]
