@@ -1,8 +1,8 @@
 """The process and its machine: device, memory limits, allocator, launcher. The only file that reads the environment.
 
 At a million tokens the limits decide: layer inputs of Qwen3-8B are 309 GB of host memory, and a container's limit, not the
-size of the machine, says whether they fit. So the limit of the control group comes before MemTotal (which on some machines grows
-with use), the GPU is asked through its driver without loading torch, and expandable segments are on before the first CUDA
+size of the machine, says whether they fit. So the limit of the control group comes before MemTotal (which on some machines
+grows with use), the GPU is asked through its driver without loading torch, and expandable segments are on before the first CUDA
 allocation, because fixed segments fragment until a 1M-token step fails with tens of GiB free.
 """
 

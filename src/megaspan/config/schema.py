@@ -9,7 +9,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+)
 
 from megaspan.config import checks, foreign, nested
 from megaspan.config.values import (
@@ -255,11 +263,15 @@ class SFTConfig(BaseModel):
         """The options that were set, with their values."""
         return {name: getattr(self, name) for name in type(self).model_fields if name in self.model_fields_set}
 
+    @model_serializer(mode="wrap")
+    def _without_idle(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """`model_dump()` leaves out what has no effect here, so that the dump of a run is a legal file again."""
+        idle = {option for option, _, _ in checks.inert(self)}
+        return {name: value for name, value in dump(self).items() if name not in idle}
+
     def resolved(self) -> dict[str, Any]:
         """Every option that has an effect, with the value that holds; `SFTConfig(**config.resolved())` is the same run."""
-        idle = {option for option, _, _ in checks.inert(self)}
-        values = self.model_dump(mode="python")
-        return {name: value for name, value in values.items() if name not in idle}
+        return self.model_dump()
 
     @property
     def offload(self) -> bool:
