@@ -1,0 +1,265 @@
+"""Checkpointing of whole layers, their inputs kept on the device or on the host.
+
+A layer of an 8B model saves some 20 tensors of its own size for the backward: at 131,072 tokens about 37 GB, times 36 layers.
+Checkpointing keeps one of them, the input (1.07 GB), and runs the layer again in the backward; `megaspan.memory.offload` then
+moves that one to the host while the next layer computes.
+
+It hangs on the seam that transformers has for this: each `GradientCheckpointingLayer` calls its `_gradient_checkpointing_func`
+with its own forward, everything but the positional arguments bound, and the hidden states. (transformers 5.17 binds `__call__`,
+5.24 binds `forward`, so that the hooks of a sharded module stay outside; both work.) torch's non-reentrant checkpoint does the
+rest: it saves the positional tensors, which is where the offload's hooks sit, and its recomputation stops at the last tensor
+that the backward needs. cos, sin and masks are keyword arguments, shared by all layers, and stay.
+
+The recomputation sees what the forward saw: autocast and the permitted attention backends (the backward may run after the scope
+that chose them has been left, case R62) and, where the layer draws random numbers, the generator's state.
+
+Source: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from megaspan.human import UserError
+from megaspan.memory.offload import LayerInputs, OffloadStats, SavedInput
+
+_RANDOM = re.compile(r"drop|jitter|noise")
+_LAYERS_AHEAD = 2
+
+
+def checkpointed_layers(model: torch.nn.Module) -> list[GradientCheckpointingLayer]:
+    """The layers that transformers can checkpoint, in order, without those inside another one."""
+    layers: list[GradientCheckpointingLayer] = []
+    inside = "\0"
+    for name, module in model.named_modules():
+        if isinstance(module, GradientCheckpointingLayer) and not name.startswith(inside):
+            layers.append(module)
+            inside = f"{name}."
+    return layers
+
+
+def draws_random_numbers(layer: torch.nn.Module) -> bool:
+    """Whether a forward of `layer` in training may use the random generator.
+
+    True for dropout modules with a rate, and wherever a module or its configuration has a positive number called something with
+    drop, jitter or noise: a rate that is not used costs microseconds, one that is missed costs the gradient.
+    """
+    seen: set[int] = set()
+    for module in layer.modules():
+        if isinstance(module, torch.nn.modules.dropout._DropoutNd) and module.p > 0:
+            return True
+        config = getattr(module, "config", None)
+        for holder in (module, config):
+            if holder is None or id(holder) in seen:
+                continue
+            seen.add(id(holder))
+            for name, value in vars(holder).items():
+                if isinstance(value, float) and value > 0 and _RANDOM.search(name):
+                    return True
+    return False
+
+
+@dataclass(frozen=True)
+class CheckpointStats(OffloadStats):
+    """What the checkpointing of a model holds and has done.
+
+    Attributes:
+        layers: layers that are checkpointed.
+        moved: of those, how many send their input to the host.
+    """
+
+    layers: int = 0
+    moved: int = 0
+
+
+class Checkpointing:
+    """Checkpoints every layer of a transformers model.
+
+    Args:
+        offload: layer inputs wait on the host.
+        keep_on_device: of the last layers, how many keep their input on the device anyway: the backward wants those first.
+        on_layer: called as `on_layer("forward" | "backward", index)` when a layer begins, on the thread that runs it. With it,
+            the host is held back to two layers ahead of a GPU, so that the calls are true to a layer or two. It may raise to
+            abandon the step: call `discard` before the next one.
+        host_limit: most bytes of host memory, or None.
+    """
+
+    def __init__(
+        self,
+        offload: bool,
+        keep_on_device: int = 0,
+        on_layer: Callable[[str, int], None] | None = None,
+        *,
+        host_limit: int | None = None,
+    ) -> None:
+        self.offload, self.keep_on_device, self.on_layer = offload, keep_on_device, on_layer
+        self._host_limit = host_limit
+        self._inputs: LayerInputs | None = None
+        self._layers: list[GradientCheckpointingLayer] = []
+        self._before: list[tuple[torch.nn.Module, dict[str, Any]]] = []
+        self._marks: deque[torch.cuda.Event] = deque()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Checkpointing:
+        # A copy of the model (a reference model, an average) shares the arena and the streams.
+        return self
+
+    def install(self, model: torch.nn.Module) -> None:
+        """Switches checkpointing on for every layer of `model` (unwrapped or inside peft).
+
+        Raises:
+            UserError: the model has no layer that transformers can checkpoint.
+        """
+        if self._layers:
+            raise RuntimeError("this Checkpointing is installed already; make one for each model")
+        self._layers = checkpointed_layers(model)
+        if not self._layers:
+            raise UserError(
+                f"{type(model).__name__} has no layers that transformers can checkpoint", do="Set gradient_checkpointing: false"
+            )
+        for index, layer in enumerate(self._layers):
+            self._set(layer, functools.partial(self._run, index))
+        for module in model.modules():
+            # The model around the layers has the same flag: transformers reads it to leave the cache of keys and values out.
+            if hasattr(module, "gradient_checkpointing") and not isinstance(module, GradientCheckpointingLayer):
+                self._set(module, functools.partial(checkpoint, use_reentrant=False))
+
+    def remove(self) -> None:
+        """Restores the model and frees the host memory."""
+        for module, before in self._before:
+            for name, value in before.items():
+                if value is _ABSENT:
+                    module.__dict__.pop(name, None)
+                else:
+                    setattr(module, name, value)
+        self._before, self._layers = [], []
+        if self._inputs is not None:
+            self._inputs.close()
+            self._inputs = None
+
+    def reserve(self, device: torch.device, layer_input_bytes: int, rows: int = 1) -> None:
+        """Gets (and on a GPU pins) the host memory of `rows` rows whose layer inputs are this large, before step 1.
+
+        Raises:
+            UserError: the host has not that much, or it cannot be pinned.
+        """
+        if self.offload and self._moved:
+            self._offload(device).reserve(rows * self._moved, layer_input_bytes)
+
+    def discard(self) -> None:
+        """Lets go of all saved inputs after a step that was abandoned."""
+        self._marks.clear()
+        if self._inputs is not None:
+            self._inputs.discard()
+
+    def stats(self) -> CheckpointStats:
+        """Layers, host bytes held, bytes moved, seconds spent pinning."""
+        moved = vars(self._inputs.stats()) if self._inputs is not None else {}
+        return CheckpointStats(**moved, layers=len(self._layers), moved=self._moved)
+
+    @property
+    def _moved(self) -> int:
+        return max(0, len(self._layers) - self.keep_on_device) if self.offload else 0
+
+    def _offload(self, device: torch.device) -> LayerInputs:
+        if self._inputs is None:
+            self._inputs = LayerInputs(device, limit=self._host_limit)
+        return self._inputs
+
+    def _set(self, module: torch.nn.Module, function: Callable[..., Any]) -> None:
+        settings = {"gradient_checkpointing": True, "_gradient_checkpointing_func": function}
+        self._before.append((module, {name: module.__dict__.get(name, _ABSENT) for name in settings}))
+        for name, value in settings.items():
+            setattr(module, name, value)
+
+    def _run(self, index: int, function: Callable[..., Any], *args: Any) -> Any:
+        """Runs one layer; `function` is its forward with all keyword arguments bound, `args` begins with the hidden states."""
+        if not torch.is_grad_enabled():  # transformers 5.17 asks here without gradients too
+            return function(*args)
+        if not args and isinstance(function, functools.partial):  # a model that passes the hidden states by name
+            function, args = _hidden_first(function)
+        hidden = args[0]
+        backends = _permitted_backends()
+        recomputing = False
+
+        def run(*inputs: Any) -> Any:
+            nonlocal recomputing
+            if not recomputing:
+                recomputing = True
+                return function(*inputs)
+            self._announce("backward", index, inputs[0].device)
+            with sdpa_kernel(backends):
+                return function(*inputs)
+
+        self._announce("forward", index, hidden.device)
+        checkpointed = functools.partial(
+            checkpoint, run, *args, use_reentrant=False, preserve_rng_state=draws_random_numbers(self._layers[index])
+        )
+        if not self.offload:
+            return checkpointed()
+        inputs = self._offload(hidden.device)
+        if index == 0:
+            inputs.start_row(self._moved)
+        return _with_hooks(inputs, id(hidden), index >= self._moved, checkpointed)
+
+    def _announce(self, phase: str, index: int, device: torch.device) -> None:
+        """Tells the progress bar, once the device has come within two layers of it."""
+        if self.on_layer is None:
+            return
+        if device.type == "cuda":
+            mark = torch.cuda.Event(blocking=True)
+            mark.record(torch.cuda.current_stream(device))
+            self._marks.append(mark)
+            if len(self._marks) > _LAYERS_AHEAD:
+                self._marks.popleft().synchronize()
+        self.on_layer(phase, index)
+
+
+_ABSENT = object()
+
+
+def _with_hooks(inputs: LayerInputs, hidden: int, keep: bool, checkpointed: Callable[[], Any]) -> Any:
+    """Runs a checkpointed layer whose input, the tensor with this `id`, goes through `inputs`.
+
+    The id and not the tensor: autograd keeps the hooks, and with them all that they refer to, until the backward.
+    """
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor | SavedInput:
+        return inputs.pack(tensor, keep=keep) if id(tensor) == hidden else tensor
+
+    def unpack(saved: torch.Tensor | SavedInput) -> torch.Tensor:
+        return inputs.unpack(saved) if isinstance(saved, SavedInput) else saved
+
+    with saved_tensors_hooks(pack, unpack):
+        return checkpointed()
+
+
+def _hidden_first(function: functools.partial[Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The same call with `hidden_states` as positional argument, where checkpointing can see it."""
+    keywords = dict(function.keywords)
+    hidden = keywords.pop("hidden_states", None)
+    if hidden is None:
+        raise RuntimeError("a checkpointed layer was called without hidden states")
+    return functools.partial(function.func, *function.args, **keywords), (hidden,)
+
+
+def _permitted_backends() -> list[SDPBackend]:
+    """The backends that scaled_dot_product_attention may use now."""
+    allowed = {
+        SDPBackend.FLASH_ATTENTION: torch.backends.cuda.flash_sdp_enabled(),
+        SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.mem_efficient_sdp_enabled(),
+        SDPBackend.CUDNN_ATTENTION: torch.backends.cuda.cudnn_sdp_enabled(),
+        SDPBackend.MATH: torch.backends.cuda.math_sdp_enabled(),
+        SDPBackend.OVERRIDEABLE: True,
+    }
+    return [backend for backend, permitted in allowed.items() if permitted]
