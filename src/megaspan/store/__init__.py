@@ -1,0 +1,28 @@
+"""Runs on disk: the run folder, checkpoints that are complete or absent, the final save, export.
+
+At a million tokens a step lasts from minutes to an hour, and a checkpoint of an 8B model is 115 GB: what is on disk has to
+survive kills and full disks, be written without a second copy in host memory, and load in plain transformers and peft
+afterwards.
+"""
+
+from megaspan.store.checkpoint import checkpoints, latest_checkpoint, load_checkpoint, save_checkpoint
+from megaspan.store.export import FINAL, export
+from megaspan.store.plain import save_model
+from megaspan.store.rehearsal import Rehearsal, rehearse_save
+from megaspan.store.run import folder_fingerprint, open_run, read_run_facts, write_run_facts
+
+__all__ = [
+    "FINAL",
+    "Rehearsal",
+    "checkpoints",
+    "export",
+    "folder_fingerprint",
+    "latest_checkpoint",
+    "load_checkpoint",
+    "open_run",
+    "read_run_facts",
+    "rehearse_save",
+    "save_checkpoint",
+    "save_model",
+    "write_run_facts",
+]

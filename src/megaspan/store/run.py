@@ -1,0 +1,166 @@
+"""The run folder: what was run, on what, from what, so that anybody can repeat it and a stranger can be told what happened.
+
+run/
+  config.yaml          every option as it was resolved; `megaspan train run/config.yaml` repeats the run
+  run.json             versions, code commit, model and data fingerprints, seeds, machine; one entry a start, resumes included
+  metrics.jsonl        one line a logged step
+  checkpoint-<step>/   complete or absent
+  model/               the final save
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import importlib.metadata
+import json
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megaspan.human import UserError
+from megaspan.store.checkpoint import checkpoints, latest_checkpoint
+from megaspan.store.export import FINAL
+from megaspan.store.folder import clear_leftovers
+
+_PACKAGES = ("megaspan", "torch", "transformers", "accelerate", "peft", "datasets", "safetensors", "numpy", "flash-attn-4")
+
+
+def open_run(run: Path | str, resume: bool | str | Path | None = None) -> Path | None:
+    """Readies a run folder and returns the checkpoint to resume from, or None for a new run.
+
+    Clears away what a killed save left. Call it before anything is loaded.
+
+    Args:
+        run: the folder; made if absent.
+        resume: True for the newest complete checkpoint, a checkpoint's path, or None or False for a new run.
+
+    Raises:
+        UserError: a resume without a checkpoint, or a new run in the folder of another, whose checkpoints would be rotated away.
+    """
+    run = Path(run)
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"the run folder {run} cannot be made: {error.strerror}", do="Choose another output_dir") from error
+    clear_leftovers(run)
+    if isinstance(resume, str | Path):
+        return Path(resume)
+    newest = latest_checkpoint(run)
+    if resume:
+        if newest is None:
+            raise UserError(
+                f"nothing to resume: {run} holds no complete checkpoint", do="Leave resume_from_checkpoint out to start anew"
+            )
+        return newest
+    if newest is not None or (run / FINAL).exists():
+        found = [path.name for path in checkpoints(run)] + [FINAL] * (run / FINAL).exists()
+        raise UserError(
+            f"{run} already holds a run ({', '.join(found[-3:])}), which a new one would overwrite",
+            do="Type --resume_from_checkpoint true to continue it, choose another output_dir, or delete the folder",
+        )
+    return None
+
+
+def write_run_facts(run: Path | str, *, config: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+    """Writes `config.yaml` and adds this start to `run.json`.
+
+    Args:
+        run: the run folder.
+        config: every option with its value, as the user may write it in a file.
+        facts: what only the caller knows: model name, commit or fingerprint, data fingerprint and ledger, seeds, machine, plan,
+            the checkpoint resumed from. Python versions, packages, code commit and command line are added here.
+    """
+    run = Path(run)
+    run.mkdir(parents=True, exist_ok=True)
+    version = importlib.metadata.version("megaspan")
+    text = yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True, width=120)
+    _replace(
+        run / "config.yaml", f"# Every option as megaspan {version} resolved it. To repeat: megaspan train config.yaml\n{text}"
+    )
+    start = {"time": _now(), "command": sys.argv, **_software(), **plain(facts)}
+    starts = read_run_facts(run).get("starts", [])
+    _replace(run / "run.json", json.dumps({"format": 1, "starts": [*starts, start]}, indent=1, ensure_ascii=False) + "\n")
+
+
+def read_run_facts(run: Path | str) -> dict[str, Any]:
+    """What `run.json` holds: `starts`, oldest first; an empty dict where there is none."""
+    path = Path(run) / "run.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def folder_fingerprint(folder: Path | str) -> str:
+    """A fingerprint of a local model folder in milliseconds: it has no commit, and hashing 16 GB takes a while.
+
+    Settings are hashed whole; of each weight file its size and 64 evenly spaced blocks of 4 KiB. Training changes all of them.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(Path(folder).iterdir()):
+        if path.suffix == ".safetensors":
+            size = path.stat().st_size
+            digest.update(f"{path.name} {size}\n".encode())
+            with path.open("rb") as file:
+                for number in range(64):
+                    file.seek(max(0, size - 4096) * number // 63)
+                    digest.update(file.read(4096))
+        elif path.suffix == ".json":
+            digest.update(path.name.encode() + b"\n" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def plain(value: Any) -> Any:
+    """`value` in what YAML and JSON can hold: paths and types become text, tuples and sets lists."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(item) for item in value]
+    return str(value).removeprefix("torch.")
+
+
+def _software() -> dict[str, Any]:
+    versions = {}
+    for name in _PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {"python": platform.python_version(), "system": platform.platform(), "packages": versions, "commit": _code_commit()}
+
+
+def _code_commit() -> str | None:
+    """Commit that the running megaspan was installed from, with `+changes` if its files differ; None for a released wheel."""
+    try:
+        source = json.loads(importlib.metadata.distribution("megaspan").read_text("direct_url.json") or "{}")
+        if commit := source.get("vcs_info", {}).get("commit_id"):
+            return str(commit)
+        here = Path(__file__).parent
+        commit = _git(here, "rev-parse", "HEAD")
+        if not _git(here, "ls-files", "--", Path(__file__).name):
+            return None  # installed into somebody else's repository
+        return commit + ("+changes" if _git(here, "status", "--porcelain", "--", str(here.parent)) else "")
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+
+
+def _git(folder: Path, *words: str) -> str:
+    return subprocess.run(
+        ["git", "-C", str(folder), *words], capture_output=True, text=True, check=True, timeout=10
+    ).stdout.strip()
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def _replace(path: Path, text: str) -> None:
+    """Writes a file in one step: a reader, or a kill, sees the old text or the new one."""
+    partial = path.with_name(f".{path.name}")
+    partial.write_text(text)
+    partial.replace(path)
