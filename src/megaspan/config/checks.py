@@ -20,6 +20,7 @@ SCHEDULE_ARGUMENTS = {
     "linear": (), "cosine": ("num_cycles",), "cosine_with_restarts": ("num_cycles",), "polynomial": ("lr_end", "power"),
     "constant": (), "constant_with_warmup": (), "inverse_sqrt": ("timescale",),
     "cosine_with_min_lr": ("num_cycles", "min_lr", "min_lr_rate"),
+    "cosine_warmup_with_min_lr": ("num_cycles", "min_lr", "min_lr_rate", "warmup_lr_rate"),
     "warmup_stable_decay": ("num_decay_steps", "num_stable_steps", "warmup_type", "decay_type", "min_lr_ratio", "num_cycles"),
 }  # fmt: skip
 
@@ -131,9 +132,6 @@ def combinations(config: SFTConfig, wrong: set[str]) -> list[UserError]:
 def _conflicts(c: SFTConfig) -> Iterator[tuple[tuple[str, ...], str, str]]:
     if c.use_dora:
         yield ("use_dora",), "use_dora: weight-decomposed LoRA is not proven exact with the chunked loss", "Leave it false"
-    for name in ("dp_replicate_size", "dp_shard_size", "cp_size", "sp_size"):
-        if getattr(c, name) != 1:
-            yield (name,), f"{name} must be 1: this version runs on one device; got {getattr(c, name)}", f"Remove {name}"
     if c.warmup_ratio is not None and c.warmup_steps:
         yield ("warmup_ratio", "warmup_steps"), "warmup_ratio and warmup_steps both set the warm-up", "Keep one of them"
     if c.dataset_name is not None and c.datasets is not None:
@@ -157,10 +155,13 @@ def _conflicts(c: SFTConfig) -> Iterator[tuple[tuple[str, ...], str, str]]:
                 f"It takes {', '.join(known)}",
             )
     given = set(c.lr_scheduler_kwargs or {})
-    if c.lr_scheduler_type == "cosine_with_min_lr" and len(given & {"min_lr", "min_lr_rate"}) != 1:
+    if (
+        c.lr_scheduler_type in ("cosine_with_min_lr", "cosine_warmup_with_min_lr")
+        and len(given & {"min_lr", "min_lr_rate"}) != 1
+    ):
         yield (
             ("lr_scheduler_type", "lr_scheduler_kwargs"),
-            "lr_scheduler_type cosine_with_min_lr needs min_lr or min_lr_rate in lr_scheduler_kwargs",
+            f"lr_scheduler_type {c.lr_scheduler_type} needs min_lr or min_lr_rate in lr_scheduler_kwargs",
             "Write lr_scheduler_kwargs: {min_lr_rate: 0.1}",
         )
     if c.lr_scheduler_type == "warmup_stable_decay" and "num_decay_steps" not in given:

@@ -24,10 +24,12 @@ from megaspan.config.values import (
     Allowed,
     Bytes,
     Count,
+    Datasets,
     Dtype,
     Mapping,
     Names,
     NotNegative,
+    One,
     Positive,
     Share,
     Steps,
@@ -42,7 +44,7 @@ from megaspan.human import UserError, UserErrors, nearest, parse_tokens
 
 Schedule = Literal[
     "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup",
-    "inverse_sqrt", "cosine_with_min_lr", "warmup_stable_decay",
+    "inverse_sqrt", "cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay",
 ]  # fmt: skip
 
 
@@ -139,7 +141,7 @@ class SFTConfig(BaseModel):
     dataset_train_split: Text = Field("train", description="Split to train on.")
     dataset_test_split: Text = Field("test", description="Split to evaluate on.")
     dataset_streaming: bool = Field(False, description="Read the dataset as a stream, without a download of the whole.")
-    datasets: tuple[dict[str, Any], ...] | None = Field(
+    datasets: Datasets | None = Field(
         None, description="Several datasets, in this order: a list of {path, name, data_dir, data_files, split, columns}."
     )
     dataset_text_field: Text = Field("text", description="Column that holds the text.")
@@ -210,10 +212,10 @@ class SFTConfig(BaseModel):
     host_memory: Bytes | None = Field(None, description="Host memory to plan for; null is what the machine or its cgroup has.")
 
     # Parallelism
-    dp_replicate_size: Count = Field(1, description="Replicas of the model; only 1 in this version.")
-    dp_shard_size: Count = Field(1, description="GPUs that share one copy of the weights; only 1 in this version.")
-    cp_size: Count = Field(1, description="GPUs that share the tokens of a row; only 1 in this version.")
-    sp_size: Count = Field(1, description="GPUs that share the heads (Ulysses); only 1 in this version.")
+    dp_replicate_size: One = Field(1, description="Replicas of the model.")
+    dp_shard_size: One = Field(1, description="GPUs that share one copy of the weights.")
+    cp_size: One = Field(1, description="GPUs that share the tokens of a row.")
+    sp_size: One = Field(1, description="GPUs that share the heads (Ulysses).")
 
     # Evaluation
     eval_strategy: Strategy = Field("no", description="Evaluate never, every eval_steps, or after every epoch.")

@@ -103,6 +103,11 @@ def _between(low: float | None, high: float | None, *, open_low: bool = False, o
 Tokens = Annotated[int, BeforeValidator(_size(parse_tokens)), Allowed("a number of tokens such as 131072, 128k or 1M")]
 Bytes = Annotated[int, BeforeValidator(_size(parse_bytes)), Allowed("a size such as 80GiB, 64GB or 512MiB")]
 Count = Annotated[int, _whole(1), Allowed("a whole number of at least 1")]
+One = Annotated[
+    int,
+    BeforeValidator(_number(1, 1, whole=True, open_low=False, open_high=False)),
+    Allowed("1, because this version runs on one device"),
+]
 Whole = Annotated[int, _whole(0), Allowed("a whole number of at least 0")]
 Steps = Annotated[int, _whole(1), Allowed("a whole number of steps, at least 1 (a share of the run is not read here)")]
 Positive = Annotated[float, _between(0, None, open_low=True), Allowed("a number above 0")]
@@ -110,6 +115,7 @@ NotNegative = Annotated[float, _between(0, None), Allowed("a number of at least 
 Share = Annotated[float, _between(0, 1, open_high=True), Allowed("a number from 0 up to, but not including, 1")]
 Text = Annotated[str, BeforeValidator(_text), Allowed("a text (in quotes when it looks like a number)")]
 Names = Annotated[tuple[str, ...], BeforeValidator(_names), Allowed("a name or a list of names")]
+Datasets = Annotated[tuple[dict[str, Any], ...], Allowed("a list of datasets, each with a path")]
 Mapping = Annotated[dict[str, Any], BeforeValidator(_mapping), Allowed("a mapping of names to values")]
 Dtype = Annotated[Literal["bfloat16", "float32"], BeforeValidator(_dtype), Allowed("bfloat16 or float32")]
 Strategy = Annotated[Literal["no", "steps", "epoch"], BeforeValidator(_choice), BeforeValidator(_strategy)]
