@@ -1,0 +1,118 @@
+"""What every attention kernel looks like from outside: one signature, one declaration of what it can do.
+
+At a million tokens attention is 96 % of a step's arithmetic, so which kernel runs decides the step time (FlashAttention 4
+does 716 TFLOP/s on an H200 where FlashAttention 2 does 357), and a kernel that is silently wrong at one head size
+(FlashAttention 4's backward at 80) spoils the run. A kernel therefore says for each case why it refuses, and `choose.py`
+takes the first that does not.
+
+Layout everywhere in this package: `q_tHD` [tokens, query heads, head size], `k_sGD`/`v_sGD` [keys, KV heads, head size],
+the queries being the last `t` of the `s` tokens; `lse_Ht` [query heads, tokens] is the natural logarithm of the softmax
+denominator, in fp32 (fp64 for fp64 inputs). A window of W means W keys including the token itself (transformers'
+`sliding_window`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kind of attention call, as far as kernels differ about it.
+
+    Attributes:
+        device: "cuda" or "cpu".
+        capability: compute capability of the CUDA device, (0, 0) elsewhere.
+        dtype: of q, k and v.
+        head_dim: head size D.
+        queries: query tokens t.
+        keys: key tokens s >= t; the queries are their suffix.
+        window: keys a query sees including itself, None for all.
+        softcap: scores become `softcap * tanh(score / softcap)`, None for plain scores.
+        deterministic: bit-equal repetition is asked for (`full_determinism`).
+    """
+
+    device: str
+    capability: tuple[int, int]
+    dtype: torch.dtype
+    head_dim: int
+    queries: int
+    keys: int
+    window: int | None = None
+    softcap: float | None = None
+    deterministic: bool = False
+
+    @property
+    def square(self) -> bool:
+        """Whether every key has its query: a whole row, no prefix that was seen before."""
+        return self.queries == self.keys
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How scores are made and which are seen.
+
+    Attributes:
+        scale: factor on the products of queries and keys.
+        window: keys a query sees including itself, None for all earlier ones.
+        softcap: scores become `softcap * tanh(score / softcap)`, None for plain scores.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+
+
+class Refusal(NamedTuple):
+    """Why a kernel does not take a case.
+
+    Attributes:
+        reason: half a sentence for the run header.
+        machine_could: this machine could run the kernel, so whoever pays for the machine wants to know (a loud line).
+    """
+
+    reason: str
+    machine_could: bool
+
+
+class Kernel(ABC):
+    """Causal attention that returns its log-sum-exp, and its backward from the kept output and log-sum-exp."""
+
+    name: str
+    # Elements of the largest tensor this kernel has been proven with in one call; larger calls are split by heads.
+    max_elements: int | None = None
+
+    @abstractmethod
+    def refusal(self, case: Case) -> Refusal | None:
+        """None when the kernel is proven for the case, else why not."""
+
+    @abstractmethod
+    def forward(self, q_tHD: Tensor, k_sGD: Tensor, v_sGD: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
+        """Output [t, H, D] in q's dtype and log-sum-exp [H, t]."""
+
+    @abstractmethod
+    def backward(
+        self,
+        d_out_tHD: Tensor,
+        q_tHD: Tensor,
+        k_sGD: Tensor,
+        v_sGD: Tensor,
+        out_tHD: Tensor,
+        lse_Ht: Tensor,
+        scoring: Scoring,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of q, k and v in their shapes and dtypes, from the kept output and log-sum-exp.
+
+        Only `exp(score - lse)` and `sum(d_out * out)` enter, so an `out` rescaled together with its `lse` (sinks, merged parts)
+        gives exact gradients.
+        """
+
+
+def half_precision(case: Case) -> bool:
+    """Whether the case's dtype is one of the two that GPU kernels multiply in."""
+    return case.dtype in (torch.bfloat16, torch.float16)

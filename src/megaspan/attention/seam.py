@@ -1,0 +1,257 @@
+"""Where attention goes into an unmodified transformers model: the attention function named "megaspan".
+
+transformers calls it with unexpanded keys and values and with what the mask function returned. Two things are easily lost
+there and are kept here. Masks: transformers would build a tokens x tokens mask (1 TiB at 1,048,576) for anything unusual,
+so the mask function builds none; it refuses padding and packed rows, and passes on the window it was asked for, which is
+compared with the window of the layer (a window that never reaches the kernel makes a layer silently full causal). And the
+model: two models built from one config object share its attention setting, so this model gets its own copy first.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
+
+from megaspan.attention.attend import attend
+from megaspan.attention.choose import KernelChoice, case_of, choose_for
+from megaspan.attention.kernel import Scoring
+from megaspan.attention.proof import choose_proven
+from megaspan.human import UserError
+
+NAME = "megaspan"
+# What a decoder layer hands down to its attention function beside the tensors, without any influence on the result.
+_HARMLESS = frozenset(
+    {
+        "cache", "past_key_values", "use_cache", "cache_position", "num_items_in_batch", "output_hidden_states",
+        "output_router_logits", "return_dict", "position_embeddings", "labels", "shift_labels", "logits_to_keep",
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One attention call as a transformers layer states it, checked.
+
+    Attributes:
+        q_BHTD: queries [batch, H, t, D]; keys and values are [batch, G, s, D].
+        k_BGSD: keys.
+        v_BGSD: values.
+        scoring: scale, window and soft cap.
+        sink_H: one sink logit per head, None for none.
+    """
+
+    q_BHTD: Tensor
+    k_BGSD: Tensor
+    v_BGSD: Tensor
+    scoring: Scoring
+    sink_H: Tensor | None
+
+
+def install(model: nn.Module, *, dtype: torch.dtype | None = None, prove: bool = True) -> KernelChoice:
+    """Makes `megaspan` the attention of this model and of no other.
+
+    Args:
+        model: an unmodified transformers causal language model, or one wrapped by peft.
+        dtype: what attention computes in; the dtype of the parameters by default.
+        prove: on a GPU, try each kernel against fp32 before it is taken.
+
+    Returns:
+        The kernel of the layers with full attention; kernels of windowed layers are in `also`.
+
+    Raises:
+        UserError: the model cannot take another attention, or has attention that is not causal, has dropout or is chunked.
+    """
+    language_model = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
+    if language_model is None or not language_model._can_set_attn_implementation():
+        raise UserError(
+            "this model computes attention in its own code, where no other kernel can go",
+            got=type(language_model or model).__name__,
+            allowed="models that use transformers' AttentionInterface",
+        )
+    _refuse(model, language_model)
+    _own_config(model)
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, mask)
+    language_model.set_attn_implementation(NAME)
+    return _choices(model, language_model, dtype, prove)
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    position_ids: Tensor | None = None,
+    megaspan_capture: Callable[[AttentionCall], Tensor] | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention function: q [batch, H, t, D], k and v [batch, G, s, D] to [batch, t, H, D] and no weights.
+
+    Raises:
+        UserError: whatever could change the result and is not computed here: a mask, dropout, packed rows, an unknown argument.
+    """
+    if dropout:
+        raise UserError("attention dropout is not supported", got=dropout, allowed="0.0", do=_no_dropout())
+    if is_causal is False or getattr(module, "is_causal", True) is False:
+        raise UserError("attention that is not causal is not supported", got=_name(module))
+    unknown = [name for name, value in others.items() if name not in _HARMLESS and value is not None and value is not False]
+    if unknown:
+        raise UserError(f"{_name(module)} passes attention arguments that are not supported", got=", ".join(sorted(unknown)))
+    if getattr(module, "layer_idx", 0) in (0, None):
+        refuse_packed(position_ids)  # one look for all layers: it waits for the device
+    window = _checked_window(module, attention_mask, sliding_window, key.shape[2])
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    call = AttentionCall(*_one_dtype(query, key, value), Scoring(scale, window, softcap or None), s_aux)
+    return (megaspan_capture or run_call)(call), None
+
+
+def run_call(call: AttentionCall) -> Tensor:
+    """Attention of every row of a batch: [batch, t, H, D]."""
+    outs = []
+    for q, k, v in zip(call.q_BHTD, call.k_BGSD, call.v_BGSD, strict=True):
+        q_tHD, k_sGD, v_sGD = (x.transpose(0, 1) for x in (q, k, v))
+        scoring, sink = call.scoring, call.sink_H
+        outs.append(
+            attend(q_tHD, k_sGD, v_sGD, scale=scoring.scale, window=scoring.window, softcap=scoring.softcap, sink_H=sink)
+        )
+    return outs[0][None] if len(outs) == 1 else torch.stack(outs)
+
+
+def mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    attention_mask: Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    local_size: int | None = None,
+    **_: Any,
+) -> Tensor:
+    """transformers' mask function: no mask, only the window that this kind of layer was promised, as a scalar (0: none).
+
+    Raises:
+        UserError: padding, packed rows, a mask function of the model's own, or a cache of fixed size.
+    """
+    if attention_mask is not None and not bool(attention_mask.all()):
+        raise UserError(
+            "padded batches are not supported",
+            got="an attention_mask with zeros",
+            allowed="rows without padding: leave attention_mask away",
+            do="Use one row a batch, or rows of equal length",
+        )
+    if q_offset + q_length != kv_offset + kv_length:
+        raise UserError("a key-value cache of fixed size is not supported", do="Use the default (dynamic) cache in generate()")
+    if not allow_is_causal_skip:
+        raise UserError(
+            "this row asks for another mask than causal (packed documents, or a mask function of the model)",
+            got="position_ids that restart, or a model with its own mask",
+            allowed="one text a row, positions counting up by one",
+            do="Use packing_strategy: wrapped, which joins documents without masks",
+        )
+    return torch.tensor(local_size or 0)
+
+
+def refuse_packed(position_ids: Tensor | None) -> None:
+    """Stops at positions that do not count up by one, which transformers reads as several documents in one row.
+
+    An all-ones `attention_mask` switches transformers' own detection off, so it is not relied on.
+    """
+    if position_ids is None or position_ids.shape[-1] < 2 or bool((position_ids.diff(dim=-1) == 1).all()):
+        return
+    raise UserError(
+        "packed rows are not supported: attention would look across documents",
+        got="position_ids that restart or jump",
+        allowed="positions that count up by one along the row",
+        do="Use packing_strategy: wrapped, which joins documents without masks",
+    )
+
+
+def _checked_window(module: nn.Module, attention_mask: Tensor | None, sliding_window: int | None, keys: int) -> int | None:
+    window = sliding_window if sliding_window and sliding_window < keys else None
+    if attention_mask is None:
+        return window
+    if attention_mask.ndim:
+        raise UserError(
+            "attention masks are not supported", got=f"a mask of shape {tuple(attention_mask.shape)} in {_name(module)}",
+            allowed="no attention_mask: every token sees all earlier ones (or the layer's window)",
+        )  # fmt: skip
+    promised = int(attention_mask)
+    if (promised if promised and promised < keys else None) != window:
+        raise UserError(
+            f"the mask of {_name(module)} and its attention disagree about the window",
+            got=f"mask {promised or 'none'}, attention {sliding_window or 'none'}",
+            do="This model cannot be trained exactly here; please report it",
+        )
+    return window
+
+
+def _one_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """One dtype: autocast's when it is on, else the values' (rotary tables in fp32 lift only queries and keys)."""
+    kind = query.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else value.dtype
+    return query.to(dtype), key.to(dtype), value.to(dtype)
+
+
+def _refuse(model: nn.Module, language_model: PreTrainedModel) -> None:
+    config = language_model.config.get_text_config()
+    if dropout := getattr(config, "attention_dropout", 0.0):
+        raise UserError(
+            "attention dropout is not supported", got=f"attention_dropout {dropout}", allowed="0.0", do=_no_dropout()
+        )
+    if chunk := getattr(config, "attention_chunk_size", None):
+        raise UserError("attention in fixed chunks is not supported", got=f"attention_chunk_size {chunk}")
+    for name, module in model.named_modules():
+        if getattr(module, "is_causal", True) is False:
+            raise UserError("attention that is not causal is not supported", got=name)
+
+
+def _own_config(model: nn.Module) -> None:
+    """Gives the model its own copy of every config object it holds, so that a model built from the same one is left alone."""
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, PretrainedConfig):
+                setattr(module, name, copy.deepcopy(value, memo))
+
+
+def _choices(model: nn.Module, language_model: PreTrainedModel, dtype: torch.dtype | None, prove: bool) -> KernelChoice:
+    config, parameter = language_model.config.get_text_config(), next(model.parameters())
+    length, dtype = int(getattr(config, "max_position_embeddings", 2**20)), dtype or parameter.dtype
+    kinds: dict[tuple, KernelChoice] = {}
+    for module in model.modules():
+        if hasattr(module, "num_key_value_groups") and hasattr(module, "head_dim"):
+            window, softcap = getattr(module, "sliding_window", None), getattr(module, "attn_logit_softcapping", None)
+            case = case_of(parameter.device, dtype, int(module.head_dim), window, softcap, length, length)  # type: ignore[arg-type]
+            sinks = getattr(module, "sinks", None) is not None
+            if (case, sinks) not in kinds:
+                proven = prove and parameter.device.type == "cuda"
+                kinds[case, sinks] = choose_proven(case, sinks, parameter.device) if proven else choose_for(case, sinks)
+    if not kinds:
+        raise UserError("this model has no attention layers that AttentionInterface reaches", got=type(model).__name__)
+    (_, first), *rest = sorted(kinds.items(), key=lambda kind: kind[0][0].window or 0)
+    return replace(first, also=tuple(choice for _, choice in rest))
+
+
+def _no_dropout() -> str:
+    return "Set it to 0: model_init_kwargs: {attention_dropout: 0.0}"
+
+
+def _name(module: nn.Module) -> str:
+    index = getattr(module, "layer_idx", None)
+    return type(module).__name__ + (f" of layer {index}" if index is not None else "")

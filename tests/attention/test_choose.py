@@ -1,0 +1,126 @@
+"""The choice of a kernel: first proven one wins, and nobody pays for a slower one without hearing of it."""
+
+from __future__ import annotations
+
+import sys
+import types
+from importlib.machinery import ModuleSpec
+
+import pytest
+import torch
+
+from megaspan.attention import choose_kernel
+from megaspan.attention.choose import KERNELS, choose_for
+from megaspan.attention.kernel import Case, Kernel
+from megaspan.attention.proof import choose_proven, prove
+from megaspan.attention.tiled import TiledMath
+
+H200 = Case("cuda", (9, 0), torch.bfloat16, 128, 4096, 4096)
+
+
+def _case(**changes):
+    return Case(**({name: getattr(H200, name) for name in Case.__dataclass_fields__} | changes))
+
+
+@pytest.fixture
+def flash4(monkeypatch):
+    """A machine with the package flash-attn-4."""
+    for name in ("flash_attn", "flash_attn.cute"):
+        module = types.ModuleType(name)
+        module.__spec__ = ModuleSpec(name, None, is_package=True)
+        module.__path__ = []
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+@pytest.fixture(autouse=True)
+def _cudnn_there(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+
+
+@pytest.mark.usefixtures("flash4")
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({}, "FlashAttention 4"),
+        ({"window": 128}, "FlashAttention 4"),
+        ({"softcap": 30.0, "queries": 512}, "FlashAttention 4"),
+        ({"head_dim": 80}, "cuDNN"),
+        ({"head_dim": 80, "window": 128}, "FlashAttention 2"),
+        ({"head_dim": 80, "queries": 64}, "FlashAttention 2"),
+        ({"head_dim": 80, "softcap": 30.0}, "tiled matrix products"),
+        ({"head_dim": 320}, "tiled matrix products"),
+        ({"dtype": torch.float32}, "tiled matrix products"),
+        ({"capability": (8, 0)}, "cuDNN"),
+        ({"capability": (12, 0)}, "cuDNN"),
+        ({"capability": (7, 5)}, "tiled matrix products"),
+        ({"capability": (8, 0), "deterministic": True}, "FlashAttention 2"),
+    ],
+)
+def test_the_first_proven_kernel_is_taken(changes, name):
+    assert choose_for(_case(**changes)).name == name
+
+
+@pytest.mark.usefixtures("flash4")
+def test_the_loud_line_is_there_exactly_when_the_machine_could_do_better():
+    assert choose_for(H200).loud is None
+    assert choose_for(_case(capability=(8, 0))).loud is None
+    loud = choose_for(_case(head_dim=80)).loud
+    assert loud is not None
+    assert "SLOWER" in loud
+    assert "FlashAttention 4 is not proven right at head size 80" in loud
+
+
+def test_a_missing_package_is_named_with_its_command():
+    """R72: a fall-back to a slower kernel is never silent."""
+    choice = choose_for(H200)
+    assert choice.name == "cuDNN"
+    assert "pip install 'megaspan[flash]'" in (choice.loud or "")
+    assert "bfloat16" in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({}, "CPU flash"),
+        ({"window": 0}, "CPU flash"),
+        ({"window": 64}, "CPU flash"),
+        ({"window": 63}, "tiled matrix products"),
+        ({"softcap": 0.0}, "CPU flash"),
+        ({"softcap": 5.0}, "tiled matrix products"),
+        ({"queries": 1}, "tiled matrix products"),
+        ({"sinks": True}, "CPU flash"),
+    ],
+)
+def test_on_the_cpu(options, name):
+    """A window of 0, or one that hides nothing, is no window (R34)."""
+    assert choose_kernel("cpu", torch.float32, 16, tokens=64, **options).name == name
+
+
+def test_the_proof_measures_and_passes_over_a_wrong_kernel():
+    """A kernel that is silently wrong (as FlashAttention 4's backward at head size 80) is found before the run."""
+
+    class Wrong(Kernel):
+        name = "wrong"
+
+        def refusal(self, case):
+            return None
+
+        def forward(self, *args):
+            return TiledMath().forward(*args)
+
+        def backward(self, *args):
+            dq, dk, dv = TiledMath().backward(*args)
+            return dq, dk, dv * 1.05
+
+    case = Case("cpu", (0, 0), torch.bfloat16, 32, 4096, 4096, window=512, softcap=4.0)
+    assert prove(TiledMath(), case, torch.device("cpu")) < 1e-2
+    assert prove(Wrong(), case, torch.device("cpu")) > 2e-2
+    choice = choose_proven(case, False, torch.device("cpu"), (Wrong(), TiledMath()))
+    assert choice.name == "tiled matrix products"
+    assert "wrong computed wrong values on this machine" in (choice.loud or "")
+    assert "measured error against fp32" in choice.reason
+
+
+def test_every_kernel_has_a_name_and_the_last_takes_all():
+    assert len({kernel.name for kernel in KERNELS}) == len(KERNELS)
+    assert KERNELS[-1].refusal(_case(head_dim=7, softcap=1.0, window=3, queries=2)) is None
