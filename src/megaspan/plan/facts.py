@@ -1,0 +1,232 @@
+"""Facts that a plan is made from: the model as its configuration describes it, and the machine.
+
+Both are read without torch, so `megaspan plan` answers in a fraction of a second, before anything of 16 GB is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megaspan.human import UserError, nearest
+from megaspan.plan import families
+from megaspan.plan.families import FAMILIES, Experts, Family, Widths
+from megaspan.plan.rope_native import text_config
+
+_SHAPES = Path(__file__).parent / "shapes"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a process can use.
+
+    Attributes:
+        device_name: the GPU's name, or CPU.
+        device_bytes: its memory; 0 without a GPU.
+        host_bytes: host memory, by cgroup where there is one.
+        cores: processor cores.
+    """
+
+    device_name: str
+    device_bytes: int
+    host_bytes: int
+    cores: int
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """The numbers of a causal language model that bytes and seconds follow from.
+
+    Attributes:
+        name: where the configuration came from.
+        model_type: transformers' name of the family.
+        exact: every parameter is counted exactly; False for families that are counted like Llama.
+        layers, hidden, heads, kv_heads, head_dim, mlp_width, vocab: sizes.
+        tied: embedding and output head are one matrix.
+        layer_types: `full_attention` or `sliding_attention` for each layer.
+        window: tokens that a sliding layer sees, or None.
+        max_positions: `max_position_embeddings`; 0 when there is none.
+        rope_parameters: the model's rotary settings as its configuration writes them.
+        norms: norms over the hidden size in a layer.
+        qk_norm: queries and keys are normed.
+        gated: the MLP has gate and up projections.
+        experts: the mixture of experts, or None.
+        layer_parameters: parameters of each layer.
+        attention_linear: weights of one attention block that multiply every token.
+        parameters: all of them.
+    """
+
+    name: str
+    model_type: str
+    exact: bool
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp_width: int
+    vocab: int
+    tied: bool
+    layer_types: tuple[str, ...]
+    window: int | None
+    max_positions: int
+    rope_parameters: dict[str, Any] | None
+    norms: int
+    qk_norm: bool
+    gated: bool
+    experts: Experts | None
+    layer_parameters: tuple[int, ...]
+    attention_linear: int
+    parameters: int
+
+    @property
+    def query_width(self) -> int:
+        """Channels of all query heads together."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Channels of all KV heads together."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def head_parameters(self) -> int:
+        """The output head's matrix, tied or not: it multiplies every token."""
+        return self.vocab * self.hidden
+
+    @property
+    def active_mlp_width(self) -> int:
+        """MLP channels that one token passes: of its experts and the shared one where there are experts."""
+        return self.mlp_width if self.experts is None else self.experts.active * self.experts.width + self.experts.shared
+
+    def linear_parameters(self, layer: int) -> int:
+        """Weights of a layer that multiply each token once; of experts only those that a token visits."""
+        sparse = self.experts is not None and self.experts.sparse_layers[layer]
+        width = self.active_mlp_width if sparse else self.mlp_width
+        return self.attention_linear + (3 if self.gated else 2) * self.hidden * width
+
+    def span(self, layer: int) -> int | None:
+        """Tokens that a query of this layer sees at most; None for all."""
+        return self.window if self.layer_types[layer] == "sliding_attention" else None
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], name: str | None = None) -> ModelFacts:
+        """Facts from the contents of a `config.json`, or `config.to_dict()`.
+
+        Raises:
+            UserError: a size is missing.
+        """
+        text = text_config(config)
+        model_type = str(text.get("model_type", ""))
+        family = FAMILIES.get(model_type, Family(qkv_bias=False, out_bias=False))
+        layers = families.need(text, "num_hidden_layers", "n_layer")
+        hidden = families.need(text, "hidden_size", "n_embd")
+        heads = families.need(text, "num_attention_heads", "n_head")
+        experts = families.experts_of(text, model_type, layers)
+        widths = Widths(
+            hidden=hidden,
+            heads=heads,
+            kv_heads=int(text.get("num_key_value_heads") or heads),
+            head_dim=int(text.get("head_dim") or hidden // heads),
+            mlp=int(text.get("intermediate_size") or 4 * hidden),
+        )
+        vocab = families.need(text, "vocab_size")
+        tied = text.get("tie_word_embeddings", config.get("tie_word_embeddings"))
+        tied = family.tied if tied is None else bool(tied)
+        shared = families.attention_parameters(text, model_type, widths) + families.norm_parameters(model_type, hidden)
+        dense = families.mlp_parameters(text, model_type, widths)
+        moe = families.moe_parameters(model_type, hidden, experts) if experts else 0
+        sparse = experts.sparse_layers if experts else (False,) * layers
+        per_layer = tuple(shared + (moe if is_sparse else dense) for is_sparse in sparse)
+        types = families.layer_types_of(text, model_type, layers)
+        sliding = text.get("sliding_window") if text.get("use_sliding_window") is not False else None
+        rope = text.get("rope_parameters") or text.get("rope_scaling")
+        qk_norm = bool(family.qk_norm) and (family.qk_norm_key is None or families.has(text, model_type, family.qk_norm_key))
+        return cls(
+            name=name or str(config.get("_name_or_path") or model_type),
+            model_type=model_type,
+            exact=model_type in FAMILIES and text is config,
+            layers=layers,
+            hidden=hidden,
+            heads=heads,
+            kv_heads=widths.kv_heads,
+            head_dim=widths.head_dim,
+            mlp_width=widths.mlp,
+            vocab=vocab,
+            tied=tied,
+            layer_types=types,
+            window=int(sliding) if sliding and "sliding_attention" in types else None,
+            max_positions=int(text.get("max_position_embeddings") or 0),
+            rope_parameters=dict(rope) if isinstance(rope, Mapping) else None,
+            norms=family.norms,
+            qk_norm=qk_norm,
+            gated=family.gated,
+            experts=experts,
+            layer_parameters=per_layer,
+            attention_linear=hidden * (widths.heads * 2 + widths.kv_heads * 2) * widths.head_dim,
+            parameters=vocab * hidden * (1 if tied else 2) + sum(per_layer) + family.norm_vectors * hidden,
+        )
+
+
+def shape_names() -> tuple[str, ...]:
+    """Shapes that ship with the package: sizes of a public model, random weights."""
+    return tuple(sorted(path.stem for path in _SHAPES.glob("*.json")))
+
+
+def model_facts(name_or_path: str, revision: str | None = None) -> ModelFacts:
+    """Facts of a model folder, a shape name or a hub name. See `read_config`."""
+    return ModelFacts.from_config(read_config(name_or_path, revision), name_or_path)
+
+
+def read_config(name_or_path: str, revision: str | None = None) -> dict[str, Any]:
+    """The contents of a model's `config.json`: a folder or file, a shape that ships here, the hub's cache, then the hub.
+
+    Raises:
+        UserError: there is none.
+    """
+    path = Path(name_or_path).expanduser()
+    if path.is_dir():
+        path = path / "config.json"
+    elif name_or_path in shape_names():
+        path = _SHAPES / f"{name_or_path}.json"
+    elif not path.is_file():
+        path = _from_hub(name_or_path, revision)
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path.parent} is no model folder: it has no config.json", option="model_name_or_path") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read as JSON: {error}", option="model_name_or_path") from error
+    if not isinstance(config, dict):
+        raise UserError(f"{path} holds no configuration of a model", option="model_name_or_path")
+    return config
+
+
+def _from_hub(name: str, revision: str | None) -> Path:
+    close = nearest(name, shape_names())
+    looks_like_path = name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith(".json")
+    if looks_like_path or "/" not in name:
+        raise UserError(
+            "model_name_or_path is neither a folder nor a hub name nor a shape",
+            got=name,
+            allowed=f"a folder with a config.json, owner/name, or {', '.join(shape_names())}",
+            do=f"Did you mean {close}?" if close else None,
+            option="model_name_or_path",
+        )
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache  # a quarter of a second, so only here
+
+    cached = try_to_load_from_cache(name, "config.json", revision=revision)
+    if isinstance(cached, str):
+        return Path(cached)
+    try:
+        return Path(hf_hub_download(name, "config.json", revision=revision))
+    except Exception as error:  # the hub client raises a dozen kinds, all of which mean the same here
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(
+            f"the configuration of {name} is neither in the hub's cache nor can it be fetched: {reason}",
+            do="Check the name, model_revision, HF_TOKEN and HF_HUB_OFFLINE, or give a folder",
+            option="model_name_or_path",
+        ) from error

@@ -1,0 +1,198 @@
+"""What a decoder layer of each model family is made of, as data: enough to count every parameter without building the model.
+
+A plan must answer in a fraction of a second, so no model is built, not even on the meta device (two seconds of imports). The
+counts are exact: a test compares them with transformers for every family named here. Other families are counted like Llama and
+the plan says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from megaspan.human import UserError
+
+Bias = bool | str  # always, never, or the configuration's key that says so
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family's deviations from Llama.
+
+    Attributes:
+        norms: norms over the hidden size in a layer; zero-length for families whose norms have no weight.
+        norm_vectors: trained vectors in such a norm: 1, or 2 with a bias.
+        qk_norm: norms on queries and keys: none, over one head's channels, over all heads together, or a vector per head.
+        qk_norm_key: the configuration's key that switches them on, where there is one.
+        qkv_bias, out_bias, mlp_bias: biases of the projections.
+        gated: the MLP has a gate and an up projection.
+        sinks: one trained logit a query head.
+        tied: whether embedding and head are one matrix when the configuration does not say.
+        window_every: every n-th layer sees everything, the others a window; 1 means that all layers have the window.
+        experts: name of the mixture-of-experts scheme, or None.
+    """
+
+    norms: int = 2
+    norm_vectors: int = 1
+    qk_norm: Literal["", "head", "full", "each"] = ""
+    qk_norm_key: str | None = None
+    qkv_bias: Bias = "attention_bias"
+    out_bias: Bias = "attention_bias"
+    mlp_bias: Bias = False
+    gated: bool = True
+    sinks: bool = False
+    tied: bool = False
+    window_every: int = 0
+    experts: Literal["qwen", "mixtral", "gpt_oss", "olmoe"] | None = None
+
+
+_PLAIN = Family(qkv_bias=False, out_bias=False)
+FAMILIES: dict[str, Family] = {
+    "llama": Family(mlp_bias="mlp_bias"),
+    "mistral": Family(qkv_bias=False, out_bias=False, window_every=1),
+    "ministral": Family(qkv_bias=False, out_bias=False, window_every=1),
+    "qwen2": Family(qkv_bias=True, out_bias=False),
+    "qwen3": Family(qk_norm="head"),
+    "gemma": Family(tied=True),
+    "gemma2": Family(norms=4, tied=True, window_every=2),
+    "gemma3_text": Family(norms=4, qk_norm="head", tied=True, window_every=6),
+    "gpt_oss": Family(sinks=True, window_every=2, experts="gpt_oss"),
+    "qwen2_moe": Family(qkv_bias="qkv_bias", out_bias=False, experts="qwen"),
+    "qwen3_moe": Family(qk_norm="head", experts="qwen"),
+    "mixtral": Family(qkv_bias=False, out_bias=False, window_every=1, experts="mixtral"),
+    "olmo2": Family(qk_norm="full"),
+    "olmo3": Family(qk_norm="full", window_every=4),
+    "olmoe": Family(qk_norm="full", experts="olmoe"),
+    "granite": Family(mlp_bias="mlp_bias"),
+    "cohere": Family(norms=1, qk_norm="each", qk_norm_key="use_qk_norm", tied=True),
+    "cohere2": Family(norms=1, tied=True, window_every=4),
+    "phi3": _PLAIN,
+    "smollm3": Family(mlp_bias="mlp_bias", tied=True),
+    "glm4": Family(norms=4, out_bias=False),
+    "seed_oss": Family(out_bias="attention_out_bias", mlp_bias="mlp_bias"),
+    "exaone4": Family(qk_norm="head", qkv_bias=False, out_bias=False, window_every=4),
+    "hunyuan_v1_dense": Family(qk_norm="head"),
+    "ernie4_5": Family(qkv_bias="use_bias", out_bias="use_bias", mlp_bias="use_bias", tied=True),
+    "starcoder2": Family(
+        norm_vectors=2, qkv_bias="use_bias", out_bias="use_bias", mlp_bias="use_bias", gated=False, tied=True, window_every=1
+    ),
+}
+# Keys that are on unless the configuration switches them off.
+_DEFAULTS: dict[tuple[str, str], bool] = {
+    ("gpt_oss", "attention_bias"): True,
+    ("qwen2_moe", "qkv_bias"): True,
+    ("glm4", "attention_bias"): False,
+    ("seed_oss", "attention_bias"): True,
+    ("starcoder2", "use_bias"): True,
+}
+
+
+def has(config: Mapping[str, Any], model_type: str, bias: Bias | None) -> bool:
+    """Whether a switch of the family is on in this configuration."""
+    if isinstance(bias, bool) or bias is None:
+        return bool(bias)
+    value = config.get(bias)
+    return _DEFAULTS.get((model_type, bias), False) if value is None else bool(value)
+
+
+def need(config: Mapping[str, Any], *names: str) -> int:
+    """The first of several names of a positive whole number.
+
+    Raises:
+        UserError: the configuration has none of them.
+    """
+    for name in names:
+        value = config.get(name)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+    raise UserError(
+        f"the model's configuration has no {' or '.join(names)}",
+        got=config.get("model_type", "no model_type"),
+        allowed="a causal language model in transformers' format",
+    )
+
+
+@dataclass(frozen=True)
+class Widths:
+    """The sizes that a layer's parameters are made of: hidden, query heads, KV heads, head size, MLP."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp: int
+
+
+def attention_parameters(config: Mapping[str, Any], model_type: str, w: Widths) -> int:
+    """Projections, biases, norms and sinks of one attention block."""
+    family = FAMILIES.get(model_type, _PLAIN)
+    q, kv = w.heads * w.head_dim, w.kv_heads * w.head_dim
+    total = w.hidden * (q + 2 * kv) + q * w.hidden
+    total += (q + 2 * kv) * has(config, model_type, family.qkv_bias) + w.hidden * has(config, model_type, family.out_bias)
+    if family.qk_norm and (family.qk_norm_key is None or has(config, model_type, family.qk_norm_key)):
+        total += 2 * w.head_dim if family.qk_norm == "head" else q + kv
+    return total + (w.heads if family.sinks else 0)
+
+
+def norm_parameters(model_type: str, hidden: int) -> int:
+    """Norms over the hidden size in one layer."""
+    family = FAMILIES.get(model_type, _PLAIN)
+    return family.norms * family.norm_vectors * hidden
+
+
+def mlp_parameters(config: Mapping[str, Any], model_type: str, w: Widths) -> int:
+    """A dense MLP."""
+    family = FAMILIES.get(model_type, _PLAIN)
+    up = 2 if family.gated else 1
+    return (up + 1) * w.hidden * w.mlp + (up * w.mlp + w.hidden) * has(config, model_type, family.mlp_bias)
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture-of-experts MLP: `count` experts of `width`, `active` a token, and a shared one of `shared` (0 for none)."""
+
+    count: int
+    active: int
+    width: int
+    shared: int
+    sparse_layers: tuple[bool, ...]
+
+
+def experts_of(config: Mapping[str, Any], model_type: str, layers: int) -> Experts | None:
+    """The experts of a model, or None for a dense one."""
+    scheme = FAMILIES.get(model_type, _PLAIN).experts
+    if scheme is None:
+        return None
+    count = need(config, "num_experts", "num_local_experts")
+    active = need(config, "num_experts_per_tok", "experts_per_token")
+    width = need(config, "moe_intermediate_size") if scheme == "qwen" else need(config, "intermediate_size")
+    shared = need(config, "shared_expert_intermediate_size") if model_type == "qwen2_moe" else 0
+    step, dense = int(config.get("decoder_sparse_step") or 1), config.get("mlp_only_layers") or ()
+    sparse = tuple(scheme != "qwen" or (layer not in dense and (layer + 1) % step == 0) for layer in range(layers))
+    return Experts(count, active, width, shared, sparse)
+
+
+def moe_parameters(model_type: str, hidden: int, experts: Experts) -> int:
+    """Router, experts and shared expert of one sparse layer."""
+    each = 3 * hidden * experts.width
+    router = experts.count * hidden
+    if model_type == "gpt_oss":
+        each += 2 * experts.width + hidden
+        router += experts.count
+    shared = 3 * hidden * experts.shared + hidden if experts.shared else 0
+    return router + experts.count * each + shared
+
+
+def layer_types_of(config: Mapping[str, Any], model_type: str, layers: int) -> tuple[str, ...]:
+    """`full_attention` or `sliding_attention` for each layer."""
+    given = config.get("layer_types")
+    if given:
+        return tuple(str(kind) for kind in given[:layers])
+    every = FAMILIES.get(model_type, _PLAIN).window_every
+    every = int(config.get("sliding_window_pattern") or every) if every > 1 else every
+    if not every or not config.get("sliding_window"):
+        return ("full_attention",) * layers
+    if every == 1:
+        return ("sliding_attention",) * layers
+    return tuple("sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(layers))
