@@ -1,0 +1,290 @@
+"""The forward of a prepared model: the backbone, then the head and the loss tile by tile.
+
+An unmodified transformers model computes the logits of the whole sequence before its loss: at 1,048,576 tokens and 151,936
+words that is 297 GiB in bf16 and as much again for the gradient. Here the backbone alone runs, a stretch of tokens at a time
+(`rows.py`), and `layers.loss` takes its last hidden state to the loss without ever holding more than one tile of logits. A
+call without labels is the model's own forward, so that `generate()` and scoring code keep working.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.utils.generic import ModelOutput
+
+from megaspan.human import UserError
+from megaspan.model.limits import check_logits_fit, device_of, free_bytes, past_window
+from megaspan.model.rows import Piece, check_covered, cut, shift
+
+_INPUTS = ("input_ids", "attention_mask", "position_ids", "inputs_embeds", "labels", "shift_labels", "num_items_in_batch")
+_NEUTRAL = {"use_cache": (None, False), "return_dict": (None, True, False), "logits_to_keep": (None, 0)}
+"""Other arguments of transformers' forwards that mean nothing when there are labels, at these values."""
+
+
+@dataclass
+class LongOutput(ModelOutput):
+    """What a prepared model returns when it is given labels.
+
+    Attributes:
+        loss: fp32 scalar, the sum over trained tokens divided by `num_items_in_batch`, or by `tokens` where that is not given.
+        logits: always None: they are never held whole.
+        tokens: int64 scalar, how many tokens were trained in this call.
+        correct: int64 scalar, how many of them had the highest logit.
+        entropy: fp32 scalar, the sum over them of the entropy of the prediction, in nats.
+        aux_loss: the router's balance loss of a mixture of experts, where `output_router_logits` asks for it; part of `loss`.
+    """
+
+    loss: torch.Tensor | None = None
+    logits: torch.Tensor | None = None
+    tokens: torch.Tensor | None = None
+    correct: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
+    aux_loss: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the forward needs to know, fixed when the model is prepared.
+
+    Attributes:
+        original: the model's forward as it was.
+        loss_type: `chunked_nll` or `nll`.
+        tile_tokens: rows of logits held at once.
+        window: the longest row that the positions of the model cover, or None for no limit.
+        plain_attention: transformers' name of the attention that was set before.
+        host_bytes: what full logits may take on a CPU.
+        checkpoint_seam: a checkpointed layer and the function that `prepare` gave it, to see whether it is still there.
+    """
+
+    original: Callable[..., Any]
+    loss_type: str
+    tile_tokens: int
+    window: int | None
+    plain_attention: str
+    host_bytes: int
+    checkpoint_seam: tuple[torch.nn.Module, Any] | None = None
+
+
+def long_forward(model: PreTrainedModel, settings: Settings, arguments: dict[str, Any]) -> Any:
+    """One call of a prepared model; `arguments` are those of the call, by name.
+
+    Returns:
+        A `LongOutput` if there are labels, else whatever the model's own forward returns.
+
+    Raises:
+        UserError: an argument that a long forward cannot honour.
+    """
+    with _checkpointing_paused(model):
+        if arguments.get("labels") is None and arguments.get("shift_labels") is None:
+            return _without_labels(model, settings, arguments)
+        return _with_labels(model, settings, arguments)
+
+
+def _without_labels(model: PreTrainedModel, settings: Settings, arguments: dict[str, Any]) -> Any:
+    """The model's own forward; under the long attention unless the call needs a mask, which that does not know."""
+    arguments = {
+        name: value for name, value in arguments.items() if name not in ("labels", "shift_labels", "num_items_in_batch")
+    }
+    if not _needs_mask(arguments):
+        return settings.original(**arguments)
+    long_attention = model.config._attn_implementation
+    model.set_attn_implementation(settings.plain_attention)
+    try:
+        return settings.original(**arguments)
+    finally:
+        model.set_attn_implementation(long_attention)
+
+
+def _needs_mask(arguments: dict[str, Any]) -> bool:
+    """Whether padding, packed documents or a cache with empty places make plain causal attention wrong."""
+    mask = arguments.get("attention_mask")
+    cache = arguments.get("past_key_values", arguments.get("cache"))
+    positions = arguments.get("position_ids")
+    if mask is not None:
+        masked = not isinstance(mask, torch.Tensor) or mask.ndim != 2 or not bool(mask.all())
+    else:
+        # Positions that start again mean packed documents to transformers, where there is neither mask nor cache.
+        masked = cache is None and positions is not None and positions.ndim == 2 and bool((positions.diff(dim=1) != 1).any())
+    return masked or bool(getattr(cache, "is_compileable", False))
+
+
+def _with_labels(model: Any, settings: Settings, arguments: dict[str, Any]) -> Any:
+    from megaspan.layers.head import head_of
+    from megaspan.layers.loss import linear_cross_entropy, plain_cross_entropy
+
+    extra = _checked_extras(arguments)
+    tokens_b = arguments.get("input_ids") if arguments.get("inputs_embeds") is None else arguments["inputs_embeds"]
+    if tokens_b is None or (arguments.get("input_ids") is not None and arguments.get("inputs_embeds") is not None):
+        raise UserError("labels need either input_ids or inputs_embeds with them")
+    rows, length = tokens_b.shape[:2]
+    shifted_bT = _shifted_labels(arguments, rows, length)
+    _check_place(model, settings, tokens_b, length)
+    pieces = cut(rows, length, attention_mask=arguments.get("attention_mask"), position_ids=arguments.get("position_ids"))
+    check_covered(shifted_bT, pieces)
+
+    hidden_tE, routers = _backbone(model, arguments, pieces, router=extra["output_router_logits"])
+    labels_t = torch.cat([shifted_bT[piece.row, piece.start : piece.stop] for piece in pieces])
+    labels_t = labels_t.to(hidden_tE.device)
+    head = head_of(model)
+    if settings.loss_type == "nll":
+        check_logits_fit(hidden_tE.shape[0], head.weight_VE.shape[0], free_bytes(hidden_tE.device, settings.host_bytes))
+    loss_function = plain_cross_entropy if settings.loss_type == "nll" else linear_cross_entropy
+    sums = loss_function(hidden_tE, head, labels_t, tile_tokens=settings.tile_tokens)
+    items = arguments.get("num_items_in_batch")
+    items = sums.tokens if items is None else torch.as_tensor(items, device=sums.loss.device)
+    loss = sums.loss / items.clamp(min=1)
+    aux_loss = None
+    if routers is not None:
+        aux_loss = _router_loss(model, routers)
+        loss = loss + float(model.router_aux_loss_coef) * aux_loss
+    output = LongOutput(loss=loss, tokens=sums.tokens, correct=sums.correct, entropy=sums.entropy, aux_loss=aux_loss)
+    return output.to_tuple() if arguments.get("return_dict") is False else output
+
+
+def _checked_extras(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Arguments beyond the known ones: neutral values pass, `output_router_logits` is kept, everything else is refused."""
+    extra = {"output_router_logits": None}
+    for name, value in arguments.items():
+        if name in _INPUTS or value is None or value in _NEUTRAL.get(name, ()):
+            continue
+        if name == "output_router_logits":
+            extra[name] = value
+        elif name in ("output_attentions", "output_hidden_states") and value is False:
+            continue
+        elif name == "use_cache":
+            continue  # A cache holds nothing that training reads: every prepared training forward runs without.
+        else:
+            raise UserError(
+                f"{name} cannot be used together with labels in a prepared model",
+                do="Leave it out, or call the model without labels",
+            )
+    return extra
+
+
+def _shifted_labels(arguments: dict[str, Any], rows: int, length: int) -> torch.Tensor:
+    """int64 [rows, length]: `shift_labels` as they are (they win, as in transformers), or `labels` moved by one."""
+    name = "labels" if arguments.get("shift_labels") is None else "shift_labels"
+    labels = arguments[name]
+    if tuple(labels.shape) != (rows, length):
+        raise UserError(f"{name} do not fit the tokens", got=tuple(labels.shape), allowed=f"({rows}, {length})")
+    return labels.clone() if name == "shift_labels" else shift(labels)
+
+
+def _check_place(model: PreTrainedModel, settings: Settings, tokens_b: torch.Tensor, length: int) -> None:
+    device = device_of(model)
+    if tokens_b.device != device:
+        raise UserError(f"the batch lies on {tokens_b.device} and the model on {device}", do=f"Move the batch to {device}")
+    if settings.window is not None and length > settings.window:
+        raise past_window(length, settings.window)
+    if settings.checkpoint_seam is not None:
+        layer, function = settings.checkpoint_seam
+        if layer.__dict__.get("_gradient_checkpointing_func") is not function:
+            raise UserError(
+                "gradient checkpointing was switched on again after prepare, which put the offload out of action",
+                do="Set gradient_checkpointing=False in TrainingArguments: a prepared model checkpoints by itself",
+            )
+
+
+def _backbone(
+    model: PreTrainedModel, arguments: dict[str, Any], pieces: tuple[Piece, ...], *, router: bool | None
+) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
+    """The last hidden state of every piece, [tokens, hidden], and each layer's router logits where they are asked for."""
+    if not pieces:
+        raise UserError("the batch holds no token: its attention_mask is zero everywhere")
+    want_router = bool(getattr(model.config, "output_router_logits", False) if router is None else router)
+    more = {"output_router_logits": True} if want_router else {}
+    backbone = backbone_of(model)
+    hidden: list[torch.Tensor] = []
+    routers: list[tuple[torch.Tensor, ...]] = []
+    for piece in pieces:
+        out = backbone(**_piece_inputs(arguments, piece), use_cache=False, **more)
+        hidden.append(out.last_hidden_state[0])
+        if want_router:
+            routers.append(out.router_logits)
+    # One piece is the rule at a million tokens and is not copied.
+    hidden_tE = hidden[0] if len(hidden) == 1 else torch.cat(hidden)
+    return hidden_tE, [torch.cat(layer) for layer in zip(*routers, strict=True)] if want_router else None
+
+
+def _piece_inputs(arguments: dict[str, Any], piece: Piece) -> dict[str, torch.Tensor]:
+    name = "input_ids" if arguments.get("inputs_embeds") is None else "inputs_embeds"
+    inputs: dict[str, torch.Tensor] = {name: arguments[name][piece.row : piece.row + 1, piece.start : piece.stop]}
+    positions = arguments.get("position_ids")
+    if positions is not None:
+        row = piece.row % positions.shape[0]
+        inputs["position_ids"] = positions[row : row + 1, piece.start : piece.stop]
+    elif piece.start > 0:
+        # Padding on the left was counted by the plain model too.
+        inputs["position_ids"] = torch.arange(piece.start, piece.stop, device=inputs[name].device)[None]
+    return inputs
+
+
+def backbone_of(model: PreTrainedModel) -> torch.nn.Module:
+    """The decoder without its head.
+
+    Raises:
+        UserError: the model has none of its own.
+    """
+    backbone = model.get_decoder()
+    if backbone is None or backbone is model:
+        raise UserError(f"{type(model).__name__} has no decoder apart from its head, so its loss cannot be taken tile by tile")
+    return backbone
+
+
+def _router_loss(model: Any, routers: list[torch.Tensor]) -> torch.Tensor:
+    """The balance loss of a mixture of experts, by the model's own function, over all tokens of the batch as there."""
+    if torch.is_grad_enabled() and model.training and not all(logits.requires_grad for logits in routers):
+        raise UserError(
+            "the router's balance loss would not train: gradient checkpointing keeps no router logits",
+            do="Set output_router_logits: false (transformers' default) or gradient_checkpointing: false",
+        )
+    balance = sys.modules[type(model).__module__].load_balancing_loss_func
+    loss: torch.Tensor = balance(tuple(routers), model.num_experts, model.num_experts_per_tok, None)
+    return loss
+
+
+def can_balance(model: PreTrainedModel) -> bool:
+    """Whether the router's balance loss of this model is known here."""
+    module = sys.modules[type(model).__module__]
+    return hasattr(module, "load_balancing_loss_func") and all(
+        hasattr(model, name) for name in ("router_aux_loss_coef", "num_experts", "num_experts_per_tok")
+    )
+
+
+@contextmanager
+def _checkpointing_paused(model: PreTrainedModel) -> Iterator[None]:
+    """Without gradients nothing is checkpointed; transformers 5.17 would drop the cache of `generate()` in training mode."""
+    if torch.is_grad_enabled():
+        yield
+        return
+    layers: list[Any] = [module for module in model.modules() if module.__dict__.get("gradient_checkpointing") is True]
+    for layer in layers:
+        layer.gradient_checkpointing = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.gradient_checkpointing = True
+
+
+def signature_of(original: Callable[..., Any]) -> inspect.Signature:
+    """The original's signature with `self`, `shift_labels` and `num_items_in_batch`: Trainer and `generate()` read it."""
+    given = list(inspect.signature(original).parameters.values())
+    named = [p for p in given if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    names = {p.name for p in named}
+    more = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None)
+        for name in ("shift_labels", "num_items_in_batch")
+        if name not in names
+    ]
+    if not any(p.kind is p.VAR_KEYWORD for p in given):
+        raise UserError("the forward of this model takes no further keyword arguments, so it cannot be prepared")
+    rest = inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD)
+    return inspect.Signature([inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD), *named, *more, rest])

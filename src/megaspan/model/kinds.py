@@ -1,0 +1,116 @@
+"""Which models are taken, and the sentence for those that are not.
+
+What is not proven exact is refused before a weight is loaded: a linear-attention layer, a second encoder or a quantised
+weight would train without complaint under levers that know only softmax attention over all earlier tokens, and be wrong in
+silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from megaspan.human import UserError
+
+EXACT_LAYERS = ("full_attention", "sliding_attention")
+"""Layer types whose attention is a slice of keys: all earlier ones, or a window of them."""
+
+_DROPOUTS = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
+_OTHER_SENSES = ("vision_config", "audio_config", "image_token_id", "audio_token_id")
+
+
+def check_config(config: Mapping[str, Any], name: str) -> None:
+    """Refuse a model by its config.json, as a mapping.
+
+    Raises:
+        UserError: it is quantised, sees or hears, has an encoder, is no causal language model, or has layers that are not
+            exact.
+    """
+    kind = str(config.get("model_type", "unknown"))
+    if config.get("quantization_config"):
+        method = dict(config["quantization_config"]).get("quant_method", "an unknown method")
+        raise UserError(
+            f"{name} is quantised ({method}), and quantised weights cannot be trained",
+            do="Use the checkpoint that it was made from",
+        )
+    if any(config.get(key) is not None for key in _OTHER_SENSES) or isinstance(config.get("text_config"), Mapping):
+        raise UserError(
+            f"{name} ({kind}) is more than a language model: it has vision, audio or nested configurations",
+            do="Use the text-only model of the family",
+        )
+    if config.get("is_encoder_decoder"):
+        raise UserError(f"{name} ({kind}) is an encoder-decoder model", allowed="causal language models")
+    architectures = list(config.get("architectures") or [])
+    causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
+    remote = "AutoModelForCausalLM" in dict(config.get("auto_map") or {})
+    causal_names = set(causal) if isinstance(causal, tuple) else {causal}
+    if (causal is None and not remote) or (architectures and causal is not None and not causal_names & set(architectures)):
+        what = architectures[0] if architectures else kind
+        raise UserError(
+            f"{name} ({what}) is not a causal language model", allowed="models that transformers loads as ...ForCausalLM"
+        )
+    check_layers(config, name)
+
+
+def check_layers(config: Mapping[str, Any], name: str) -> None:
+    """Refuse layers that are not softmax attention over all earlier tokens or a window of them, by their names.
+
+    Raises:
+        UserError: there is such a layer, or attention that also looks ahead.
+    """
+    types = config.get("layer_types") or config.get("layers_block_type") or ()
+    strange = sorted({str(layer) for layer in types} - set(EXACT_LAYERS) - {"attention"})
+    if strange:
+        raise UserError(
+            f"{name} has layers of type {', '.join(strange)}, which are not supported yet", allowed=" and ".join(EXACT_LAYERS)
+        )
+    # Models of the BERT kind are causal only as decoders, and their configuration says so; others have no such key.
+    if config.get("use_bidirectional_attention") or config.get("is_causal") is False or config.get("is_decoder") is False:
+        raise UserError(f"{name} attends to later tokens too", allowed="causal attention")
+
+
+def check_class(config_class: type[PretrainedConfig], name: str) -> None:
+    """Refuse a model by the class that transformers would build, before its weights are loaded.
+
+    Raises:
+        UserError: it keeps a state (Mamba, linear attention), or its attention is in its own code.
+    """
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
+    _check_attention(model_class[0] if isinstance(model_class, tuple) else model_class, name)
+
+
+def check_trainable(model: PreTrainedModel) -> None:
+    """Refuse a live model that the levers would train wrongly.
+
+    Raises:
+        UserError: its attention cannot be exchanged, its kind or its layers are not exact, or it has attention dropout.
+    """
+    name = type(model).__name__
+    config = model.config.to_dict()
+    if type(model.config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        check_config(config | {"architectures": [name]}, name)
+    _check_attention(type(model), name)
+    for key in _DROPOUTS:
+        if config.get(key):
+            raise UserError(
+                f"{name} has {key}: {config[key]}, and dropout inside attention is not supported",
+                do=f"Set model_init_kwargs: {{{key}: 0.0}}",
+            )
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise UserError(f"{name} has no weights yet (it lies on the meta device)", do="Load or initialise it first")
+
+
+def _check_attention(model_class: Any, name: str) -> None:
+    if getattr(model_class, "_is_stateful", False):
+        raise UserError(
+            f"{name} ({model_class.__name__}) has layers that carry a state (linear attention, Mamba), not supported yet",
+            allowed="models whose layers are all softmax attention",
+        )
+    if not getattr(model_class, "_supports_attention_backend", False):
+        raise UserError(
+            f"{name} ({model_class.__name__}) computes attention in its own code, where no other kernel can go",
+            allowed="models on transformers' AttentionInterface",
+        )

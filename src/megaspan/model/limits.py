@@ -1,0 +1,54 @@
+"""What a prepared model refuses because it cannot go well: rows past its positions, full logits past the memory.
+
+Both would otherwise fail late or not at all: past its window a model's loss climbs without an error, and the full logits of
+131,072 tokens of a 151,936-word model are 111 GiB that are asked for after minutes of forward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megaspan.human import UserError, format_bytes
+
+NLL_BYTES_PER_LOGIT = 6
+"""Logits in bf16 and their fp32 copy, the least that a plain cross-entropy holds at once."""
+
+
+def past_window(length: int, window: int) -> UserError:
+    """The refusal of a row longer than the positions that the model has."""
+    return UserError(
+        f"a row of {length:,} tokens is longer than the {window:,} positions of this model",
+        do="Shorten it (max_length), or extend the model (model_init_kwargs: {rope_parameters: auto}), "
+        "or go on all the same (allow_past_window: true): past its window a model's loss climbs",
+    )
+
+
+def check_logits_fit(tokens: int, vocabulary: int, free: int) -> None:
+    """Refuse `loss_type: nll` where the full logits cannot fit.
+
+    Raises:
+        UserError: they need more than `free` bytes.
+    """
+    need = tokens * vocabulary * NLL_BYTES_PER_LOGIT
+    if need > free:
+        raise UserError(
+            f"loss_type: nll holds all logits, {tokens:,} x {vocabulary:,} x {NLL_BYTES_PER_LOGIT} bytes = "
+            f"{format_bytes(need)}, and {format_bytes(free)} are free",
+            do="Use loss_type: chunked_nll, the same loss in tiles; newer TRL means the chunked one when it says nll",
+        )
+
+
+def free_bytes(device: torch.device, host_bytes: int) -> int:
+    """Bytes that a new tensor may take: on a GPU what the driver and the allocator have left, on a CPU `host_bytes`."""
+    if device.type != "cuda":
+        return host_bytes
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def device_of(model: Any) -> torch.device:
+    """Where the model takes its tokens."""
+    device: torch.device = model.get_input_embeddings().weight.device
+    return device

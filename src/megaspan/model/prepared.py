@@ -1,0 +1,237 @@
+"""`prepare`: the levers of a long run, put on an unmodified transformers model, and taken off again.
+
+This is the one place of the package that changes somebody else's object: the attention that the model names in its
+configuration, the checkpoint function of its layers and, on this instance alone, its `forward`. Weights, modules and their
+names stay as they were, so that optimizers, `transformers.Trainer`, peft and `save_pretrained` see the model they know.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from transformers import PreTrainedModel
+
+from megaspan.human import UserError
+from megaspan.model import proof
+from megaspan.model.forward import (
+    Settings,
+    backbone_of,
+    can_balance,
+    long_forward,
+    signature_of,
+)
+from megaspan.model.kinds import check_trainable
+from megaspan.model.limits import check_logits_fit, device_of, free_bytes, past_window
+
+if TYPE_CHECKING:
+    from megaspan.attention import KernelChoice
+    from megaspan.config import SFTConfig
+    from megaspan.layers.checkpoint import Checkpointing
+    from megaspan.plan.choose import Plan
+
+Model = TypeVar("Model", bound=torch.nn.Module)
+OnLayer = Callable[[str, int], None]
+_STATE = "_megaspan"
+_MARK = "_megaspan_forward"
+
+
+@dataclass(eq=False)
+class Levers:
+    """What `prepare` put on a model; `levers(model)` returns it.
+
+    Attributes:
+        args: the configuration it was prepared with.
+        plan: the plan that chose the levers.
+        settings: what the forward works with.
+        kernel: the attention kernel, with its reason.
+        head: the formula of the logits, proven on the live model.
+        checkpointing: what keeps and fetches the inputs of layers, or None where nothing is checkpointed.
+        on_layer: called with ("forward" or "backward", layer) as a checkpointed step goes on; may be exchanged at any time.
+    """
+
+    args: SFTConfig
+    plan: Plan
+    settings: Settings
+    kernel: KernelChoice
+    head: str
+    checkpointing: Checkpointing | None = None
+    on_layer: OnLayer | None = None
+
+    def layer_reached(self, phase: str, layer: int) -> None:
+        """Pass a layer on to whoever listens."""
+        if self.on_layer is not None:
+            self.on_layer(phase, layer)
+
+    def reserve(self, model: torch.nn.Module, tokens: int, rows: int = 1) -> None:
+        """Get, and on a GPU pin, the host memory for the layer inputs of `rows` rows of `tokens` tokens, before step 1.
+
+        Raises:
+            UserError: the host has not that much.
+        """
+        inner = unwrap(model)
+        if self.checkpointing is not None:
+            width = inner.config.hidden_size * inner.dtype.itemsize
+            self.checkpointing.reserve(device_of(inner), tokens * width, rows)
+
+    def read_back(self) -> Iterator[tuple[str, str, str]]:
+        """Lines of the run header, (lever, value, reason), of what is on the live model."""
+        for choice in (self.kernel, *self.kernel.also):
+            yield "attention", choice.name, choice.reason
+        tiles = (
+            "all logits at once"
+            if self.settings.loss_type == "nll"
+            else f"{self.settings.tile_tokens:,} tokens of logits at once"
+        )
+        yield "loss", f"{self.settings.loss_type}, {tiles}", f"logits are {self.head}"
+        if self.checkpointing is None:
+            yield "checkpointing", "off", "every layer keeps what its backward needs"
+        else:
+            place = f"to host memory, the last {self.plan.keep_on_device} stay" if self.plan.offload else "on the device"
+            yield "checkpointing", f"inputs of layers {place}", "the rest is computed again in the backward"
+
+
+def prepare(model: Model, args: SFTConfig, plan: Plan | None = None, *, on_layer: OnLayer | None = None) -> Model:
+    """Make an unmodified transformers model (or a LoRA model of peft on top of one) long; returns the same object.
+
+    Afterwards `model(input_ids, labels=...)` (or `shift_labels`, with `position_ids`, `attention_mask`, `inputs_embeds` and
+    `num_items_in_batch` as transformers means them) returns a `LongOutput`; a call without labels is the model's own forward.
+
+    Args:
+        model: on its device, with its weights.
+        args: the levers: `loss_type`, `gradient_checkpointing` and its `offload`, `max_length`, `allow_past_window`.
+        plan: what the planner chose; made from `args`, the model and the machine where it is not given.
+        on_layer: called with ("forward" or "backward", layer) as a checkpointed step goes on.
+
+    Raises:
+        UserError: the model is of a kind that is not proven exact, or was prepared before with other settings.
+    """
+    inner = unwrap(model)
+    earlier = levers(model)
+    if earlier is not None:
+        if earlier.args == args and plan in (None, earlier.plan):
+            return model
+        raise UserError("the model was prepared before, with other settings", do="Call megaspan.model.unprepare(model) first")
+    if "forward" in inner.__dict__:
+        raise UserError(
+            "the forward of this model was replaced already (by accelerate's device map, TRL or a kernel package)",
+            do="Load the model onto one device without a device map, and prepare it before anything else wraps it",
+        )
+    check_trainable(inner)
+    backbone_of(inner)
+    if getattr(inner.config, "output_router_logits", False) and not can_balance(inner):
+        raise UserError(
+            f"the router's balance loss of {type(inner).__name__} is not known here", do="Set output_router_logits: false"
+        )
+    plan = _plan(inner, args) if plan is None else plan
+    _install(inner, args, plan, _settings(inner, args, plan), on_layer)
+    return model
+
+
+def unprepare(model: Model) -> Model:
+    """Take the levers off again: the model is as it was before `prepare`. Without effect on a model that was not prepared.
+
+    Raises:
+        UserError: something else wrapped the forward after `prepare`.
+    """
+    inner, state = unwrap(model), levers(model)
+    if state is None:
+        return model
+    if not getattr(inner.__dict__.get("forward"), _MARK, False):
+        raise UserError("the forward of the model was wrapped again after prepare", do="Undo that first")
+    if state.checkpointing is not None:
+        state.checkpointing.remove()
+    inner.set_attn_implementation(state.settings.plain_attention)
+    del inner.forward
+    del inner.__dict__[_STATE]
+    return model
+
+
+def levers(model: torch.nn.Module) -> Levers | None:
+    """The levers on this model, or None where it was not prepared."""
+    state: Levers | None = unwrap(model).__dict__.get(_STATE)
+    return state
+
+
+def unwrap(model: torch.nn.Module) -> PreTrainedModel:
+    """The transformers model itself, without peft around it.
+
+    Raises:
+        UserError: there is none.
+    """
+    inner: Any = model
+    inner = inner.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else inner
+    if not isinstance(inner, PreTrainedModel):
+        raise UserError("only transformers models can be prepared", got=type(inner).__name__)
+    return inner
+
+
+def _plan(model: PreTrainedModel, args: SFTConfig) -> Plan:
+    """The plan for this model on this machine."""
+    from megaspan import world
+    from megaspan.plan import choose
+    from megaspan.plan.facts import ModelFacts
+
+    return choose(args, ModelFacts.from_config(model.config.to_dict()), world.machine())
+
+
+def _settings(model: PreTrainedModel, args: SFTConfig, plan: Plan) -> Settings:
+    """What the forward needs; refuses what cannot run at `max_length` before anything is installed."""
+    window = None if args.allow_past_window else getattr(model.config, "max_position_embeddings", None)
+    if window is not None and args.max_length > window:
+        raise past_window(args.max_length, window)
+    if args.loss_type == "nll":
+        check_logits_fit(args.max_length, model.config.vocab_size, free_bytes(device_of(model), plan.host_limit))
+    return Settings(
+        original=model.forward,
+        loss_type=args.loss_type,
+        tile_tokens=plan.loss_tile_tokens,
+        window=window,
+        plain_attention=model.config._attn_implementation,
+        host_bytes=plan.host_limit,
+    )
+
+
+def _install(model: PreTrainedModel, args: SFTConfig, plan: Plan, settings: Settings, on_layer: OnLayer | None) -> None:
+    """Head, attention, checkpointing, forward, in this order: the last makes the model a prepared one."""
+    from megaspan.attention import install
+    from megaspan.layers.head import check_head
+
+    head = check_head(model)
+    before = proof.reference(model)
+    kernel = install(model)
+    try:
+        proof.prove_attention(model, before)
+    except BaseException:
+        model.set_attn_implementation(settings.plain_attention)
+        raise
+    state = Levers(args, plan, settings, kernel, head.describe(), on_layer=on_layer)
+    if plan.checkpoint:
+        from megaspan.layers.checkpoint import Checkpointing, checkpointed_layers
+
+        state.checkpointing = Checkpointing(
+            plan.offload, plan.keep_on_device, state.layer_reached, host_limit=plan.host_limit or None
+        )
+        state.checkpointing.install(model)
+        layer = checkpointed_layers(model)[0]
+        state.settings = replace(settings, checkpoint_seam=(layer, layer.__dict__["_gradient_checkpointing_func"]))
+    model.__dict__[_STATE] = state
+    model.forward = types.MethodType(_prepared_forward(signature_of(settings.original)), model)
+
+
+def _prepared_forward(signature: inspect.Signature) -> Callable[..., Any]:
+    """A function to bind to the model. Bound, not closed over it, so that a deep copy of the model calls itself."""
+
+    def forward(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        arguments = dict(signature.bind(self, *args, **kwargs).arguments)
+        arguments.pop("self")
+        arguments |= arguments.pop("kwargs", {})
+        return long_forward(self, self.__dict__[_STATE].settings, arguments)
+
+    forward.__signature__ = signature  # type: ignore[attr-defined]
+    setattr(forward, _MARK, True)
+    return forward

@@ -1,0 +1,169 @@
+"""Where a model comes from: a folder, the hub, or a shape without weights.
+
+Settled, and refused, from file names and `config.json` alone, so that a wrong name or a pickled checkpoint costs no gigabyte
+of download. Weights are read from safetensors only: a `.bin` file is a pickle, which runs whatever program its author put in.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from transformers import AutoConfig, PretrainedConfig
+
+from megaspan.human import UserError, nearest
+from megaspan.model.kinds import check_class, check_config
+
+if TYPE_CHECKING:
+    from megaspan.config import SFTConfig
+
+_OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "*.npz")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model that exists.
+
+    Attributes:
+        name: as the user wrote it.
+        place: what transformers is given: a folder, a hub name or a `config.json`.
+        kind: `folder` and `hub` have weights; a `shape` has none and gets random ones.
+        revision: branch, tag or commit on the hub, None elsewhere.
+    """
+
+    name: str
+    place: str
+    kind: Literal["folder", "hub", "shape"]
+    revision: str | None = None
+
+
+def find_source(config: SFTConfig) -> Source:
+    """What `model_name_or_path` means.
+
+    Raises:
+        UserError: it is missing, does not exist, or holds weights in another format than safetensors.
+    """
+    name = config.model_name_or_path
+    if not name:
+        raise UserError(
+            "there is no model to train",
+            do=f"Set model_name_or_path to a hub name, a folder, or one of the shapes {', '.join(shape_names())}",
+        )
+    path = Path(name).expanduser()
+    if path.is_file():
+        if path.suffix != ".json":
+            raise UserError(f"{name} is a file", allowed="a folder with config.json and *.safetensors, or a config.json alone")
+        return Source(name, str(path), "shape")
+    if path.is_dir():
+        return _folder(name, path)
+    shipped = {shape.lower(): shape for shape in shape_names()}
+    if name.lower() in shipped:
+        return Source(name, str(_shapes() / f"{shipped[name.lower()]}.json"), "shape")
+    if name.startswith(("/", "./", "../", "~")) or name.count("/") > 1:
+        raise UserError(f"the model folder {name} does not exist")
+    if "/" not in name and (close := nearest(name, shape_names())):
+        raise UserError(
+            f"{name} is neither a folder nor a shape", do=f"Did you mean {close}? A hub name has the form owner/{name}"
+        )
+    return Source(name, name, "hub", config.model_revision)
+
+
+def shape_names() -> tuple[str, ...]:
+    """The names of the shapes that come with the package."""
+    return tuple(sorted(path.stem for path in _shapes().glob("*.json")))
+
+
+def read_config(source: Source, *, trust_remote_code: bool) -> PretrainedConfig:
+    """The model's configuration, of a kind that can be trained.
+
+    Raises:
+        UserError: it cannot be read, or the model is of another kind.
+    """
+    try:
+        config = AutoConfig.from_pretrained(
+            source.place, revision=source.revision or "main", trust_remote_code=trust_remote_code
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise unreadable(source, error) from error
+    check_config(config.to_dict(), source.name)
+    if not trust_remote_code:
+        check_class(type(config), source.name)
+    return config
+
+
+def apply_overrides(config: PretrainedConfig, overrides: dict[str, Any]) -> None:
+    """Replace entries of a model's configuration, in place.
+
+    Raises:
+        UserError: it has no such entry, or the model cannot be built with the value.
+    """
+    known = set(config.to_dict()) | set(config.attribute_map)
+    for key, value in overrides.items():
+        if key not in known:
+            close = nearest(key, sorted(known))
+            raise UserError(
+                f"model_init_kwargs: {key} is no entry of a {config.model_type} configuration",
+                do=f"Did you mean {close}?" if close else None,
+            )
+        try:
+            setattr(config, key, value)
+        except (TypeError, ValueError) as error:
+            raise UserError(f"model_init_kwargs: {key} cannot have this value ({first_line(error)})", got=value) from error
+
+
+def commit_of(source: Source, config: PretrainedConfig) -> str:
+    """What identifies the weights: the hub's commit, or a hash of a folder's config, index and file sizes."""
+    commit = getattr(config, "_commit_hash", None)
+    if source.kind == "hub" and commit:
+        return str(commit)
+    digest = hashlib.sha256()
+    place = Path(source.place)
+    files = [place] if place.is_file() else sorted(place.glob("*.safetensors")) + sorted(place.glob("*.json"))
+    for path in files:
+        digest.update(f"{path.name} {path.stat().st_size}\n".encode())
+        if path.name in ("config.json", "model.safetensors.index.json") or path == place:
+            digest.update(path.read_bytes())
+    return f"sha256:{digest.hexdigest()[:24]}"
+
+
+def unreadable(source: Source, error: Exception) -> UserError:
+    """The sentence for whatever transformers or the hub raised: its own first line, which names token, network or file."""
+    return UserError(
+        f"the model {source.name} cannot be loaded: {first_line(error)}",
+        do="Gated or private: `hf auth login`. Without network: HF_HUB_OFFLINE=1 and a cached model, or a local folder"
+        if source.kind == "hub"
+        else None,
+    )
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's text, without a full stop."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[0] if lines else type(error).__name__).rstrip(".")
+
+
+def _folder(name: str, path: Path) -> Source:
+    if not (path / "config.json").is_file():
+        if (path / "adapter_config.json").is_file():
+            raise UserError(
+                f"{name} holds a LoRA adapter, not a model",
+                do="Name the base model here, or merge the adapter first (megaspan export RUN OUT --merge)",
+            )
+        raise UserError(f"{name} has no config.json, so it is not a model folder")
+    if any(path.glob("*.safetensors")):
+        return Source(name, str(path), "folder")
+    others = sorted({file.suffix for pattern in _OTHER_FORMATS for file in path.glob(pattern)})
+    if others:
+        raise UserError(
+            f"{name} has weights as {', '.join(others)} only",
+            allowed="safetensors: a pickle can run any program when it is opened",
+            do="Convert it once, in a place you trust: model.save_pretrained(...) writes safetensors",
+        )
+    return Source(name, str(path / "config.json"), "shape")
+
+
+def _shapes() -> Path:
+    return Path(str(resources.files("megaspan.plan"))) / "shapes"
