@@ -89,9 +89,10 @@ def tiny(
     Hidden 64, 4 query and 2 KV heads of 16, vocabulary 128, window 8 where the family has one. `overrides` go to its
     configuration. Rotary buffers stay fp32 whatever `dtype` is, as after `from_pretrained`. In training mode.
     """
-    model = AutoModelForCausalLM.from_config(
-        tiny_config(family, tied=tied, layers=layers, **overrides), attn_implementation="eager"
-    )
+    config = tiny_config(family, tied=tied, layers=layers, **overrides)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)  # sinks are random from the start, and only moved by `randomise`
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     randomise(model, seed)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
