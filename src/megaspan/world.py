@@ -20,11 +20,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megaspan.human import UserError, format_bytes
+from megaspan.plan.facts import Machine
 
 if TYPE_CHECKING:
     import torch
-
-    from megaspan.plan.facts import Machine
 
 PACKAGES = (
     "megaspan", "torch", "transformers", "accelerate", "datasets", "peft", "flash-attn-4", "safetensors", "numpy", "trl",
@@ -63,8 +62,6 @@ class Allocator:
 
 def machine() -> Machine:
     """The device this process will use and the host memory it may use, without loading torch."""
-    from megaspan.plan.facts import Machine
-
     found = gpus()
     local = launch().local_rank
     gpu = found[min(local, len(found) - 1)] if found else None

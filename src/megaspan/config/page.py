@@ -22,7 +22,7 @@ HEAD = """\
 
 A YAML file written for `trl sft` either runs here or is refused key by key, each with its own sentence. Option names are those
 of TRL's `SFTConfig`, `ModelConfig` and `ScriptArguments`, of transformers' `TrainingArguments` and of accelerate's
-`ParallelismConfig`. Every option of theirs is below: supported, or refused unless it holds its default (or null), which asks for
+`ParallelismConfig`. Each of theirs is below: supported, or refused unless it holds its default (or null), which asks for
 nothing and passes. No option is accepted and then ignored.
 
 ## Defaults that differ

@@ -47,6 +47,14 @@ Schedule = Literal[
     "inverse_sqrt", "cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay",
 ]  # fmt: skip
 
+# The sections of --help and of the documentation, each with its first option.
+GROUPS = (
+    ("Run", "output_dir"), ("Model", "model_name_or_path"), ("LoRA", "use_peft"), ("Data", "dataset_name"),
+    ("Training", "per_device_train_batch_size"), ("Precision and device", "bf16"), ("Memory", "gradient_checkpointing"),
+    ("Several devices", "dp_replicate_size"), ("Evaluation", "eval_strategy"), ("Logging", "logging_strategy"),
+    ("Saving", "save_strategy"),
+)  # fmt: skip
+
 
 def _lost(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
@@ -98,14 +106,12 @@ class SFTConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, protected_namespaces=())
 
-    # Run
     output_dir: Text = Field("run", description="Folder of the run: metrics, checkpoints and the final model.")
     run_name: Text | None = Field(None, description="Name shown by trackers.")
-    resume_from_checkpoint: bool | Text | None = Field(
+    resume_from_checkpoint: Annotated[bool | str, Allowed("true or a checkpoint folder")] | None = Field(
         None, description="Continue from this checkpoint folder, or from the newest one of output_dir (true)."
     )
 
-    # Model
     model_name_or_path: Text | None = Field(
         None,
         description="Hub name or folder of a model; qwen3-0.6b, qwen3-4b, qwen3-8b are shapes with random weights.",
@@ -123,7 +129,6 @@ class SFTConfig(BaseModel):
     )
     allow_past_window: bool = Field(False, description="Train past the positions that the model knows, without extending them.")
 
-    # LoRA
     use_peft: bool = Field(False, description="Train a LoRA adapter in place of all weights (needs megaspan[lora]).")
     lora_r: Count = Field(16, description="Rank of the adapter.")
     lora_alpha: Count = Field(32, description="Scale of the adapter: its output is multiplied by lora_alpha / lora_r.")
@@ -135,7 +140,6 @@ class SFTConfig(BaseModel):
     use_rslora: bool = Field(False, description="Scale by lora_alpha / sqrt(lora_r).")
     use_dora: bool = Field(False, description="Weight-decomposed LoRA; not proven exact here, so only false is legal.")
 
-    # Data
     dataset_name: Text | None = Field(None, description="Text to train on: hub name, folder, file or glob.")
     dataset_config: Text | None = Field(None, description="Configuration name of the dataset.")
     dataset_train_split: Text = Field("train", description="Split to train on.")
@@ -168,7 +172,6 @@ class SFTConfig(BaseModel):
         "random", description="Order of the rows in an epoch: drawn anew each time, or as prepared."
     )
 
-    # Training
     per_device_train_batch_size: Count = Field(1, description="Rows per GPU in one micro-batch.")
     gradient_accumulation_steps: Count = Field(1, description="Micro-batches per optimizer step, weighted by their tokens.")
     num_train_epochs: Positive = Field(3.0, description="Passes over the rows.")
@@ -194,14 +197,12 @@ class SFTConfig(BaseModel):
         "chunked_nll", description="chunked_nll never holds the logits of a row; nll is the plain loss with all logits."
     )
 
-    # Precision and device
     bf16: bool | None = Field(None, description="Compute in bf16; null is yes on a GPU, no on a CPU.")
     use_cpu: bool = Field(False, description="Run on the CPU even where a GPU is.")
     seed: Whole = Field(42, description="Seed of weights, dropout and, without data_seed, of the data order.")
     data_seed: Whole | None = Field(None, description="Seed of the data order; null is seed.")
     full_determinism: bool = Field(False, description="Bit-equal repetition also on a GPU, at a cost that the header prints.")
 
-    # Memory
     gradient_checkpointing: bool = Field(
         True, description="Keep only the input of every layer and recompute the rest (newer name: activation_checkpointing)."
     )
@@ -211,24 +212,20 @@ class SFTConfig(BaseModel):
     memory_limit: Bytes | None = Field(None, description="GPU memory to plan for; null is what the GPU has.")
     host_memory: Bytes | None = Field(None, description="Host memory to plan for; null is what the machine or its cgroup has.")
 
-    # Parallelism
     dp_replicate_size: One = Field(1, description="Replicas of the model.")
     dp_shard_size: One = Field(1, description="GPUs that share one copy of the weights.")
     cp_size: One = Field(1, description="GPUs that share the tokens of a row.")
     sp_size: One = Field(1, description="GPUs that share the heads (Ulysses).")
 
-    # Evaluation
     eval_strategy: Strategy = Field("no", description="Evaluate never, every eval_steps, or after every epoch.")
     eval_steps: Steps | None = Field(None, description="Steps between evaluations; null is logging_steps.")
     per_device_eval_batch_size: Count = Field(1, description="Rows per GPU in one evaluation batch.")
 
-    # Logging
     logging_strategy: Strategy = Field("steps", description="Log never, every logging_steps, or after every epoch.")
     logging_steps: Steps = Field(1, description="Steps between logged lines.")
     report_to: Trackers = Field("none", description="Trackers beside metrics.jsonl: tensorboard, wandb, trackio; or none.")
     disable_tqdm: bool | None = Field(None, description="No progress bar; null shows it on a terminal.")
 
-    # Saving
     save_strategy: Strategy = Field("steps", description="Checkpoints never, every save_steps, or after every epoch.")
     save_steps: Steps = Field(500, description="Steps between checkpoints.")
     save_minutes: Positive | None = Field(30.0, description="Save also when this many minutes have passed; null does not.")
@@ -309,8 +306,8 @@ def _wrong_value(name: str, value: Any) -> UserError:
         return UserError(f"{name}: {own['why'].rstrip('.')}", got=shown, do=own.get("do"), option=name)
     allowed = allowed_of(name)
     close = nearest(shown, allowed.replace(" or ", ", ").split(", ")) if isinstance(shown, str) else None
-    got = "null" if shown is None else shown
-    return UserError(f"{name} must be {allowed}", got=got, do=f"Did you mean {close}?" if close else None, option=name)
+    do = f"Did you mean {close}?" if close else "Put it in quotes" if isinstance(shown, float) and "text" in allowed else None
+    return UserError(f"{name} must be {allowed}", got="null" if shown is None else shown, do=do, option=name)
 
 
 def allowed_of(name: str) -> str:

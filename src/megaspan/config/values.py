@@ -113,7 +113,7 @@ Steps = Annotated[int, _whole(1), Allowed("a whole number of steps, at least 1 (
 Positive = Annotated[float, _between(0, None, open_low=True), Allowed("a number above 0")]
 NotNegative = Annotated[float, _between(0, None), Allowed("a number of at least 0")]
 Share = Annotated[float, _between(0, 1, open_high=True), Allowed("a number from 0 up to, but not including, 1")]
-Text = Annotated[str, BeforeValidator(_text), Allowed("a text (in quotes when it looks like a number)")]
+Text = Annotated[str, BeforeValidator(_text), Allowed("a text")]
 Names = Annotated[tuple[str, ...], BeforeValidator(_names), Allowed("a name or a list of names")]
 Datasets = Annotated[tuple[dict[str, Any], ...], Allowed("a list of datasets, each with a path")]
 Mapping = Annotated[dict[str, Any], BeforeValidator(_mapping), Allowed("a mapping of names to values")]

@@ -1,0 +1,312 @@
+"""The verbs: `megaspan train`, `data`, `plan`, `eval`, `export` and `env`.
+
+Each verb is one lazy import and one call, so that `megaspan --help` and `megaspan plan` answer without loading torch, which
+takes seconds. Progress goes to stderr and the result to stdout, as text or, with `--json`, for programs. Exit codes: 0 done
+(`plan`: it fits), 1 failed (`plan`: it does not fit), 2 wrong configuration, 3 out of memory, 130 and 143 interrupted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import textwrap
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megaspan.human import UserError, UserErrors, missing_extra, nearest
+
+DONE, FAILED, WRONG, OUT_OF_MEMORY = 0, 1, 2, 3
+WIDTH = 110
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a verb leaves: its text for people, its value for programs, and its exit code."""
+
+    text: str
+    value: Any
+    code: int = DONE
+
+
+@dataclass(frozen=True)
+class Call:
+    """A command line taken apart: what comes before the flags, the verb's own flags, and the options of the run."""
+
+    places: list[str]
+    own: dict[str, str]
+    flags: list[str]
+
+
+@dataclass(frozen=True)
+class Verb:
+    """One word after `megaspan`."""
+
+    usage: str
+    summary: str
+    run: Callable[[Call], Result]
+    places: tuple[int, int]  # the fewest and most words before the flags
+    own: dict[str, str] = field(default_factory=dict)
+    takes_options: bool = False
+
+
+def _train(call: Call) -> Result:
+    _one_process(call)
+    config = _config(call)
+    from megaspan.trainer import run
+
+    result = run(config)
+    return Result(_lines(result), result)
+
+
+def _data(call: Call) -> Result:
+    show = _whole_number(call, "show", 0)
+    config = _config(call)
+    from megaspan import data
+
+    result = data.data_command(config, show)
+    return Result(_rendered(data, result), result)
+
+
+def _plan(call: Call) -> Result:
+    config = _config(call)
+    from megaspan import world
+    from megaspan.plan import plan_command
+
+    plan = plan_command(config, world.machine())
+    return Result(plan.render(), plan.as_dict(), DONE if plan.fits else FAILED)
+
+
+def _eval(call: Call) -> Result:
+    _one_process(call)
+    from megaspan import evaluate
+
+    result = evaluate.evaluate_command(call.places[0], call.flags)
+    return Result(_rendered(evaluate, result), result)
+
+
+def _export(call: Call) -> Result:
+    from megaspan import store
+
+    out = store.export(call.places[0], call.places[1])
+    return Result(f"{out or call.places[1]} is a folder that plain transformers loads", {"out": str(out or call.places[1])})
+
+
+def _env(call: Call) -> Result:
+    from megaspan import world
+
+    report = world.environment_report()
+    return Result(_lines(report), report)
+
+
+_NPROC = {"nproc": "N    processes, one per GPU; only 1 in this version"}
+_JSON = {"json": "     print the result for programs"}
+VERBS = {
+    "train": Verb(
+        "train CONFIG.yaml [--name value …]",
+        "train as the file and the flags say",
+        _train,
+        (0, 1),
+        _NPROC | _JSON,
+        takes_options=True,
+    ),
+    "data": Verb(
+        "data CONFIG.yaml [--show N] [--name value …]",
+        "prepare the rows and print the token ledger",
+        _data,
+        (0, 1),
+        {"show": "N     print row N with its trained tokens marked"} | _JSON,
+        takes_options=True,
+    ),
+    "plan": Verb(
+        "plan CONFIG.yaml [--name value …]",
+        "say what memory the run needs, before anything is loaded",
+        _plan,
+        (0, 1),
+        _JSON,
+        takes_options=True,
+    ),
+    "eval": Verb(
+        "eval WHAT [--name value …]",
+        "loss by position of a CONFIG.yaml, a run or a model folder",
+        _eval,
+        (1, 1),
+        _NPROC | _JSON,
+        takes_options=True,
+    ),
+    "export": Verb("export RUN OUT", "write a folder that plain transformers loads", _export, (2, 2), _JSON),
+    "env": Verb("env", "versions, driver, kernels, memory and limits, for bug reports", _env, (0, 0), _JSON),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command line, prints its result. Returns the exit code."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    as_json = "--json" in arguments
+    try:
+        # Libraries print where they like; only the result may reach stdout when a program reads it.
+        with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+            result = _run(arguments)
+    except (Exception, KeyboardInterrupt) as error:
+        result = _failure(error)
+    try:
+        text = json.dumps(result.value, default=str, indent=2) if as_json else result.text
+        if text:
+            print(text)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `megaspan plan | head`: the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return result.code
+
+
+def _run(arguments: list[str]) -> Result:
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        return Result(_help(), {"verbs": list(VERBS)}, DONE if arguments else WRONG)
+    if arguments[0] in ("-V", "--version"):
+        from megaspan import __version__
+
+        return Result(f"megaspan {__version__}", {"version": __version__})
+    name, rest = arguments[0], arguments[1:]
+    verb = VERBS.get(name)
+    if verb is None:
+        close = nearest(name, VERBS)
+        do = f"Did you mean megaspan {close}?" if close else "megaspan --help lists them"
+        raise UserError(f"megaspan has no verb {name!r}", allowed=", ".join(VERBS), do=do)
+    if "-h" in rest or "--help" in rest:
+        return Result(_verb_help(verb), {"usage": verb.usage})
+    return verb.run(_take_apart(verb, rest))
+
+
+def _take_apart(verb: Verb, words: list[str]) -> Call:
+    places: list[str] = []
+    while words and not words[0].startswith("-"):
+        places.append(words.pop(0))
+    own: dict[str, str] = {}
+    flags: list[str] = []
+    while words:
+        word = words.pop(0)
+        name, equals, value = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or name not in verb.own:
+            flags.append(word)
+        elif name == "json":
+            own[name] = "true"
+        else:
+            own[name] = value if equals else words.pop(0) if words and not words[0].startswith("--") else ""
+    fewest, most = verb.places
+    if not fewest <= len(places) <= most:
+        raise UserError(f"usage: megaspan {verb.usage}", got=" ".join(places) or "nothing before the flags")
+    if flags and not verb.takes_options:
+        raise UserError(f"{flags[0]} is not a flag here", do=f"usage: megaspan {verb.usage}")
+    return Call(places, own, flags)
+
+
+def _config(call: Call) -> Any:
+    from megaspan.config import load_config
+
+    if not call.places and not call.flags:
+        raise UserError("there is no configuration", do="Give the path of a YAML file, or options as --name value")
+    return load_config(call.places[0] if call.places else None, call.flags)
+
+
+def _whole_number(call: Call, name: str, default: int | None) -> int | None:
+    if name not in call.own:
+        return None
+    text = call.own[name]
+    if not text.isdigit():
+        raise UserError(f"--{name} must be a whole number", got=text or "nothing")
+    return int(text)
+
+
+def _one_process(call: Call) -> None:
+    if (count := _whole_number(call, "nproc", 1)) not in (None, 1):
+        raise UserError("--nproc must be 1: this version trains on one device", got=count, do="Leave it out")
+
+
+# Failures
+
+
+def _failure(error: BaseException) -> Result:
+    """Says on stderr what went wrong; the result holds the exit code and, for programs, the sentences."""
+    code, sentences = _judge(error)
+    if code == FAILED:  # ours to mend, so all of it is shown
+        traceback.print_exception(error)
+    for sentence in sentences:
+        print(f"megaspan: {sentence}", file=sys.stderr)
+    return Result("", {"exit_code": code, "errors": sentences}, code)
+
+
+def _judge(error: BaseException) -> tuple[int, list[str]]:
+    notes = list(getattr(error, "__notes__", ()))
+    if isinstance(error, UserErrors):
+        return WRONG, [str(single) for single in error.errors]
+    if isinstance(error, UserError):
+        return WRONG, [str(error), *notes]
+    if isinstance(error, ModuleNotFoundError) and (extra := missing_extra(error.name or "")) is not None:
+        return WRONG, [str(extra)]
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's, which may not be loaded
+        first = (str(error).strip().splitlines() or ["no memory left on the host"])[0]
+        return OUT_OF_MEMORY, [f"out of memory: {first}", *notes, "megaspan plan with this file shows what fits"]
+    signum = signal.SIGINT if isinstance(error, KeyboardInterrupt) else getattr(error, "signum", None)
+    if signum is not None:
+        return 128 + int(signum), [f"interrupted by {signal.Signals(signum).name}", *notes]
+    return FAILED, [f"{type(error).__name__}: {error}", *notes]
+
+
+# Help and results
+
+
+def _help() -> str:
+    verbs = "\n".join(f"  megaspan {verb.usage:<45} {verb.summary}" for verb in VERBS.values())
+    return f"""Fine-tune causal language models on sequences of a million tokens, exactly, on few GPUs.
+
+{verbs}
+
+Every verb takes --help, and --json to print its result for programs. The result goes to stdout, progress to stderr.
+Exit codes: 0 done (plan: it fits), 1 failed (plan: it does not fit), 2 wrong configuration, 3 out of memory, 130 and 143
+interrupted with a complete checkpoint left."""
+
+
+def _verb_help(verb: Verb) -> str:
+    lines = [f"megaspan {verb.usage}", "", f"  {verb.summary[0].upper()}{verb.summary[1:]}.", ""]
+    lines += [f"  --{name} {text}" for name, text in verb.own.items()]
+    if verb.takes_options:
+        lines += ["", *_options_help()]
+    return "\n".join(lines)
+
+
+def _options_help() -> list[str]:
+    from megaspan.config.defaults import as_yaml
+    from megaspan.config.schema import GROUPS, SFTConfig, allowed_of
+
+    lines = ["Options of a run, in the file as `name: value`, here as --name value (- and _ are the same):"]
+    starts = {first: title for title, first in GROUPS}
+    for name, option in SFTConfig.model_fields.items():
+        if name in starts:
+            lines += ["", starts[name]]
+        default = "required" if option.is_required() else f"default {as_yaml(option.default)}"
+        text = f"{option.description} ({default}; {allowed_of(name)})"
+        lines += [f"  --{name}", *textwrap.wrap(text, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)]
+    return lines
+
+
+def _rendered(module: Any, result: Any) -> str:
+    """The result in the words of its module, which may have a `render`."""
+    return module.render(result) if hasattr(module, "render") else _lines(result)
+
+
+def _lines(value: Any, indent: str = "") -> str:
+    """A nested result as indented `name: value` lines."""
+    lines = []
+    for name, item in value.items():
+        if isinstance(item, dict):
+            lines += [f"{indent}{name}:", _lines(item, indent + "  ")]
+        elif isinstance(item, list) and item and isinstance(item[0], dict):
+            lines.append(f"{indent}{name}:")
+            lines += [f"{indent}  " + ", ".join(str(part) for part in entry.values()) for entry in item]
+        else:
+            lines.append(f"{indent}{name}: {'none' if item is None or item == [] else item}")
+    return "\n".join(lines)
