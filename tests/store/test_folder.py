@@ -22,6 +22,12 @@ def fill(folder, text="one"):
     write_manifest(folder, {"step": 1}, {})
 
 
+def fail_in_the_middle(target, error):
+    with new_folder(target) as folder:
+        (folder / "a.txt").write_text("half")
+        raise error
+
+
 def test_a_folder_takes_its_place_whole_and_replaces_an_old_one(tmp_path):
     for text in ("one", "three"):
         with new_folder(tmp_path / "x") as folder:
@@ -37,18 +43,16 @@ def test_a_folder_takes_its_place_whole_and_replaces_an_old_one(tmp_path):
 def test_a_failed_write_leaves_what_was_there(tmp_path, error):
     with new_folder(tmp_path / "x") as folder:
         fill(folder)
-    with pytest.raises(type(error)), new_folder(tmp_path / "x") as folder:
-        (folder / "a.txt").write_text("half")
-        raise error
+    with pytest.raises(type(error)):
+        fail_in_the_middle(tmp_path / "x", error)
     assert (tmp_path / "x" / "a.txt").read_text() == "one"
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "x"), Exception("I/O error: No space left on device (os error 28)")])
 def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path, error):
-    with pytest.raises(UserError, match="filled up after 4 B of x"), new_folder(tmp_path / "x") as folder:
-        (folder / "a.txt").write_text("half")
-        raise error
+    with pytest.raises(UserError, match="filled up after 4 B of x"):
+        fail_in_the_middle(tmp_path / "x", error)
     assert list(tmp_path.iterdir()) == []
 
 

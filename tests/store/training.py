@@ -52,7 +52,7 @@ def start(family: str = "llama", *, lora: bool = False, **options: Any) -> tuple
 
 
 def train(model: Any, optimizer: Masters, first: int, last: int) -> list[float]:
-    """Losses of steps `first` … `last` - 1, each on a batch of its own; noise in the inputs draws on the random number state."""
+    """Losses of steps `first` … `last` - 1, each on its own batch; noise in the inputs draws on the random number state."""
     losses = []
     for step in range(first, last):
         inputs = batch(24, seed=step)

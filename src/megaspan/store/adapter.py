@@ -7,6 +7,7 @@ in `base/`, a README with the three lines that load both, and the same facts for
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -57,19 +58,19 @@ def save_adapter(model: Any, folder: Path) -> None:
     """Writes the adapter by peft's own method, then the base's settings, README and facts."""
     adapter_config(model)
     base = base_of(model)
-    text_config, published = base.config.get_text_config(), _published(base)
-    vocabulary = base.get_input_embeddings().weight.shape[0]
-    resized = published is not None and published.vocab_size != vocabulary
+    config, published, resized = copy.deepcopy(base.config), _published(base), is_resized(base)
     model.save_pretrained(folder, save_embedding_layers=resized)
-    base.config.save_pretrained(folder / "base")
     facts = {
         **origin(base),
-        "rope_parameters": getattr(text_config, "rope_parameters", None),
-        "max_position_embeddings": getattr(text_config, "max_position_embeddings", None),
-        "vocab_size": vocabulary,
+        "rope_parameters": getattr(config.get_text_config(), "rope_parameters", None),
+        "max_position_embeddings": getattr(config.get_text_config(), "max_position_embeddings", None),
+        "vocab_size": base.get_input_embeddings().weight.shape[0],
+        "needs_resized_embeddings": resized,
     }
-    same = published is not None and all(getattr(published, name, None) == facts[name] for name in ("rope_parameters",))
-    facts |= {"needs_own_rope": not same, "needs_resized_embeddings": resized}
+    facts["needs_own_rope"] = published is None or getattr(published, "rope_parameters", None) != facts["rope_parameters"]
+    if published is not None:
+        config.get_text_config().vocab_size = published.vocab_size  # the base's weights have that size
+    config.save_pretrained(folder / "base")
     (folder / "megaspan.json").write_text(json.dumps(facts, indent=2) + "\n")
     (folder / "README.md").write_text(_readme(facts))
 
@@ -80,6 +81,12 @@ def origin(base: Any) -> dict[str, str | None]:
         "base_model": getattr(base.config, "_name_or_path", None) or None,
         "base_commit": getattr(base.config, "_commit_hash", None),
     }
+
+
+def is_resized(base: Any) -> bool:
+    """Whether tokens were added to the published base: its embeddings then belong to the adapter, trained or not (R91)."""
+    published = _published(base)
+    return published is not None and published.vocab_size != base.get_input_embeddings().weight.shape[0]
 
 
 def _published(base: Any) -> Any:

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 import torch
 
 from megaspan.human import UserError
-from megaspan.store.adapter import base_of, origin
+from megaspan.store.adapter import base_of, is_adapter, is_resized, origin
 from megaspan.store.folder import (
     clear_leftovers,
     damaged_files,
@@ -174,6 +174,12 @@ def trained_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     tensors = {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
     kept = model.state_dict(keep_vars=True)
     tensors |= {name: buffer for name, buffer in model.named_buffers() if name in kept}
+    base = base_of(model)
+    if is_adapter(model) and is_resized(base):
+        embeddings = [
+            layer.weight for layer in (base.get_input_embeddings(), base.get_output_embeddings()) if layer is not None
+        ]
+        tensors |= {name: part.detach() for name, part in model.named_parameters() if any(part is one for one in embeddings)}
     return tensors
 
 

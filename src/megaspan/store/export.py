@@ -126,15 +126,22 @@ def _build(checkpoint: Path, origin: dict[str, str | None], *, with_base: bool) 
         return AutoModelForCausalLM.from_config(config, dtype=config.dtype)
 
 
-def _load_base(origin: dict[str, str | None], config: Any) -> Any:
-    from transformers import AutoModelForCausalLM
+def _load_base(origin: dict[str, Any], config: Any) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     name, commit = origin["base_model"], origin["base_commit"]
     if name is None:
         raise UserError(
             "the base model of this run has no name: it was a shape or an object", do="Export the adapter, without --merge"
         )
-    return AutoModelForCausalLM.from_pretrained(name, revision=commit or "main", config=config, dtype=config.dtype)
+    vocabulary = config.get_text_config().vocab_size
+    config.get_text_config().vocab_size = (
+        AutoConfig.from_pretrained(name, revision=commit or "main").get_text_config().vocab_size
+    )
+    base = AutoModelForCausalLM.from_pretrained(name, revision=commit or "main", config=config, dtype=config.dtype)
+    if config.get_text_config().vocab_size != vocabulary:
+        base.resize_token_embeddings(vocabulary, mean_resizing=False)  # the checkpoint holds all of them
+    return base
 
 
 def _around(base: Any, folder: Path) -> Any:
@@ -148,8 +155,9 @@ def _load_adapter(folder: Path) -> Any:
     from peft import PeftModel
     from transformers import AutoConfig
 
-    facts = json.loads((folder / "megaspan.json").read_text())
-    return PeftModel.from_pretrained(_load_base(facts, AutoConfig.from_pretrained(folder / "base")), str(folder))
+    facts, config = json.loads((folder / "megaspan.json").read_text()), AutoConfig.from_pretrained(folder / "base")
+    config.get_text_config().vocab_size = facts["vocab_size"]
+    return PeftModel.from_pretrained(_load_base(facts, config), str(folder))
 
 
 def _merge(model: Any, folder: Path, out: Path) -> Path:

@@ -87,7 +87,7 @@ def rehearse_save(
         checkpoints_text = f"{at_once} checkpoint{'s' * (at_once != 1)} of {format_bytes(one)} at a time and "
         raise UserError(
             f"{run} has no room for what this run is going to save: {checkpoints_text * (at_once > 0)}a final model of "
-            f"{format_bytes(final)} need {format_bytes(rehearsal.needed_bytes)}, and {format_bytes(rehearsal.free_bytes)} are free",
+            f"{format_bytes(final)} need {format_bytes(rehearsal.needed_bytes)}, {format_bytes(rehearsal.free_bytes)} are free",
             do="Make room there, set save_total_limit: 1 or save_strategy: no, or choose another output_dir",
         )
     return rehearsal

@@ -41,7 +41,7 @@ def open_run(run: Path | str, resume: bool | str | Path | None = None) -> Path |
         resume: True for the newest complete checkpoint, a checkpoint's path, or None or False for a new run.
 
     Raises:
-        UserError: a resume without a checkpoint, or a new run in the folder of another, whose checkpoints would be rotated away.
+        UserError: a resume without a checkpoint, or a new run in another's folder, whose checkpoints would be rotated away.
     """
     run = Path(run)
     try:
