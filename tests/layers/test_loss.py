@@ -158,15 +158,15 @@ def test_bf16_is_as_close_to_fp64_as_the_plain_loss(kind: str) -> None:
 def test_bf16_gradients_carry_no_common_factor() -> None:
     """1/255 rounds to bf16 with an error of 0.4 %, and scaling a bf16 tensor by it leaves half of that: every value rounds up.
 
-    Told of the incoming gradient beforehand, hidden and weight are right to 0.05 % along the true gradient; untold, the weight.
+    Told of the incoming gradient beforehand, both are right to 0.1 % along the true gradient (most of it the logits in bf16).
     """
     x, head, labels = make("bare", 256, 64, 200, dtype=torch.bfloat16, std=4.0)
     exact = as_type(x, head, torch.float64)
     true = gradients(reference(*exact, labels)[0], leaves(*exact), 1 / 255)
     assert abs(float(torch.tensor(1 / 255).bfloat16()) * 255 - 1) > 3.8e-3
-    for incoming, tolerances in ((1 / 255, (5e-4, 5e-4)), (torch.tensor(1 / 255), (5e-4, 5e-4)), (1.0, (4e-3, 5e-4))):
+    for incoming, tolerance in ((1 / 255, 1e-3), (torch.tensor(1 / 255), 1e-3), (1.0, 4e-3)):
         loss = linear_cross_entropy(x, head, labels, tile_tokens=64, incoming=incoming).loss
-        for got, want, tolerance in zip(gradients(loss, [x, head.weight_VE], 1 / 255), true, tolerances, strict=True):
+        for got, want in zip(gradients(loss, [x, head.weight_VE], 1 / 255), true, strict=True):
             assert float((got.double() * want).sum() / want.square().sum()) == pytest.approx(1, abs=tolerance)
 
 
@@ -234,7 +234,7 @@ def test_sums_give_the_mean_over_all_tokens_of_two_batches() -> None:
         linear_cross_entropy(*(h := certain(loss, rows))[:1], head, h[1], tile_tokens=4) for loss, rows in ((4.0, 1), (1.0, 9))
     ]
     total = sum(int(part.tokens) for part in parts)
-    assert sum(float(part.loss) for part in parts) / total == pytest.approx(1.3)
+    assert sum(part.loss.item() for part in parts) / total == pytest.approx(1.3)
     for part in parts:
         (part.loss / total).backward()
     accumulated = head.weight_VE.grad
@@ -295,11 +295,11 @@ def test_weights_give_a_weighted_sum() -> None:
     """R60: weights 0, 1 and 0.5: the weighted sum over their sum is the weighted mean."""
     x, head, labels = make("bare", 3, 4, 9)
     single = [
-        float(linear_cross_entropy(x[row : row + 1], head, labels[row : row + 1], tile_tokens=1).loss) for row in range(3)
+        linear_cross_entropy(x[row : row + 1], head, labels[row : row + 1], tile_tokens=1).loss.item() for row in range(3)
     ]
     weights = torch.tensor([0.0, 1.0, 0.5], dtype=torch.float64)
     got = linear_cross_entropy(x, head, labels, tile_tokens=2, weights_t=weights)
-    assert float(got.loss) / 1.5 == pytest.approx((single[1] + 0.5 * single[2]) / 1.5)
+    assert got.loss.item() / 1.5 == pytest.approx((single[1] + 0.5 * single[2]) / 1.5)
     assert int(got.tokens) == 2
 
 
@@ -309,7 +309,7 @@ def test_without_any_label_loss_and_gradients_are_zero(tokens: int) -> None:
     x, head, labels = make("everything", tokens, 4, 9)
     for loss in (linear_cross_entropy, plain_cross_entropy):
         got = loss(x, head, torch.full_like(labels, -100), tile_tokens=2)
-        assert (float(got.loss), int(got.tokens), int(got.correct), float(got.entropy)) == (0, 0, 0, 0)
+        assert (got.loss.item(), int(got.tokens), int(got.correct), float(got.entropy)) == (0, 0, 0, 0)
         for gradient in gradients(got.loss, leaves(x, head)):
             assert not gradient.any()
 
@@ -447,8 +447,8 @@ def test_autocast_multiplies_in_its_type_as_the_layer_would() -> None:
         got = linear_cross_entropy(x, head, labels, tile_tokens=16).loss
         want = plain_cross_entropy(x, head, labels).loss
     exact = linear_cross_entropy(x, head, labels, tile_tokens=16).loss
-    assert float(got) != float(exact)
-    assert abs(float(got) - float(exact)) < max(2 * abs(float(want) - float(exact)), 1e-3 * float(exact))
+    assert got.item() != exact.item()
+    assert abs(got.item() - exact.item()) < max(2 * abs(want.item() - exact.item()), 1e-3 * exact.item())
     ours, true = gradients(got, tensors), gradients(exact, tensors)
     assert [gradient.dtype for gradient in ours] == [torch.float32] * 3
     assert max(distance(ours, true)) < 1e-2
@@ -487,7 +487,7 @@ def test_dropout_of_an_adapter_is_drawn_anew_and_used_for_its_gradients() -> Non
     tensors = [x, head.weight_VE, a, b]
     for ours, theirs in zip(gradients(got, tensors), gradients(want, tensors), strict=True):
         torch.testing.assert_close(ours, theirs)
-    assert float(linear_cross_entropy(x, dropped, labels, tile_tokens=16).loss.detach()) != float(want)
+    assert linear_cross_entropy(x, dropped, labels, tile_tokens=16).loss.item() != want.item()
 
 
 @pytest.mark.parametrize("loss", [linear_cross_entropy, plain_cross_entropy])
