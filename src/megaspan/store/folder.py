@@ -48,7 +48,7 @@ def new_folder(target: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
         if _disk_is_full(error):
             raise UserError(
-                f"the disk of {target.parent} filled up after {format_bytes(written)} of {target.name}; they were removed again "
+                f"the disk of {target.parent} filled up after {format_bytes(written)} of {target.name}; it was removed again "
                 "and what was there before is intact",
                 do="Make room there, lower save_total_limit, or choose another output_dir; then resume",
             ) from error
