@@ -115,7 +115,8 @@ def test_the_proof_measures_and_passes_over_a_wrong_kernel():
     case = Case("cpu", (0, 0), torch.bfloat16, 32, 4096, 4096, window=512, softcap=4.0)
     assert prove(TiledMath(), case, torch.device("cpu")) < 1e-2
     assert prove(Wrong(), case, torch.device("cpu")) > 2e-2
-    choice = choose_proven(case, False, torch.device("cpu"), (Wrong(), TiledMath()))
+    choice, kernels = choose_proven(case, False, torch.device("cpu"), (Wrong(), TiledMath()))
+    assert choose_for(case, kernels=kernels).name == "tiled matrix products"  # also later, when layers choose for themselves
     assert choice.name == "tiled matrix products"
     assert "wrong computed wrong values on this machine" in (choice.loud or "")
     assert "measured error against fp32" in choice.reason

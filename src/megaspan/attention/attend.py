@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaspan.attention.choose import case_of, choose_for
+from megaspan.attention.choose import KERNELS, case_of, choose_for
 from megaspan.attention.kernel import Kernel, Scoring
 from megaspan.attention.sinks import apply_sinks, sink_gradient
 from megaspan.human import UserError
@@ -49,6 +49,11 @@ def attend(
         UserError: shapes that are no causal attention.
     """
     kernel, scoring = settle(q_tHD, k_sGD, v_sGD, Scoring(scale, window, softcap), kernel)
+    return attend_with(kernel, q_tHD, k_sGD, v_sGD, sink_H, scoring)
+
+
+def attend_with(kernel: Kernel, q_tHD: Tensor, k_sGD: Tensor, v_sGD: Tensor, sink_H: Tensor | None, scoring: Scoring) -> Tensor:
+    """`attend` with what `settle` settled."""
     return _Attend.apply(q_tHD, k_sGD, v_sGD, sink_H, scoring, kernel)
 
 
@@ -178,8 +183,15 @@ def _splits(kernel: Kernel, q: Tensor, k: Tensor) -> list[tuple[slice, slice]]:
     return list(head_splits(q.shape[0], k.shape[0], q.shape[1], k.shape[1], q.shape[2], kernel.max_elements))
 
 
-def settle(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, kernel: Kernel | None = None) -> tuple[Kernel, Scoring]:
-    """Checks the shapes, brings window and soft cap to normal form, and chooses the kernel when none is given.
+def settle(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scoring: Scoring,
+    kernel: Kernel | None = None,
+    kernels: tuple[Kernel, ...] = KERNELS,
+) -> tuple[Kernel, Scoring]:
+    """Checks the shapes, brings window and soft cap to normal form, and chooses among `kernels` when no kernel is given.
 
     Raises:
         UserError: no causal grouped-query attention, or a kernel that refuses the case.
@@ -197,4 +209,4 @@ def settle(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, kernel: Kernel | N
     case = case_of(q.device, q.dtype, q.shape[2], scoring.window, scoring.softcap, q.shape[0], k.shape[0])
     if kernel is not None and (refusal := kernel.refusal(case)) is not None:
         raise UserError(f"{kernel.name} {refusal.reason}", do="Leave the choice of the kernel open")
-    return kernel or choose_for(case).kernel, Scoring(scoring.scale, case.window, case.softcap)
+    return kernel or choose_for(case, kernels=kernels).kernel, Scoring(scoring.scale, case.window, case.softcap)

@@ -24,6 +24,13 @@ class Flash4(Kernel):
 
     name = "FlashAttention 4"
 
+    def installed(self) -> bool:
+        """Whether the package flash-attn-4 is there and can be imported."""
+        try:
+            return find_spec("flash_attn") is not None and find_spec("flash_attn.cute") is not None
+        except ImportError:  # a broken `flash_attn` of another generation
+            return False
+
     def refusal(self, case: Case) -> Refusal | None:
         """Hopper or Blackwell data-centre GPUs, half precision, proven head sizes, package installed."""
         if case.device != "cuda" or case.capability[0] not in (9, 10):
@@ -32,7 +39,7 @@ class Flash4(Kernel):
             return Refusal(f"computes in bf16 or fp16, not {_name(case.dtype)}", True)
         if case.head_dim not in PROVEN_HEAD_SIZES:
             return Refusal(f"is not proven right at head size {case.head_dim} (proven: {PROVEN_HEAD_SIZES})", True)
-        if find_spec("flash_attn") is None or find_spec("flash_attn.cute") is None:
+        if not self.installed():
             return Refusal("is not installed: pip install 'megaspan[flash]'", True)
         return None
 

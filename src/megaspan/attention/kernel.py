@@ -87,6 +87,10 @@ class Kernel(ABC):
     # Elements of the largest tensor this kernel has been proven with in one call; larger calls are split by heads.
     max_elements: int | None = None
 
+    def installed(self) -> bool:
+        """Whether the code that the kernel runs is on this machine."""
+        return True
+
     @abstractmethod
     def refusal(self, case: Case) -> Refusal | None:
         """None when the kernel is proven for the case, else why not."""

@@ -44,17 +44,23 @@ def prove(kernel: Kernel, case: Case, device: torch.device) -> float:
     return max(_distance(got, want) for got, want in zip(run(kernel, case.dtype), wanted, strict=True))
 
 
-def choose_proven(case: Case, sinks: bool, device: torch.device, kernels: tuple[Kernel, ...] = KERNELS) -> KernelChoice:
-    """`choose_for`, with every candidate tried on `device` first; one that computes wrong values is passed over, loudly."""
-    wrong: dict[str, str] = {}
+def choose_proven(
+    case: Case, sinks: bool, device: torch.device, kernels: tuple[Kernel, ...] = KERNELS
+) -> tuple[KernelChoice, tuple[Kernel, ...]]:
+    """`choose_for`, with every candidate tried on `device` first; one that computes wrong values is passed over, loudly.
+
+    Returns:
+        The choice, with the measured error in its reason; and the candidates, in which a wrong one refuses everything.
+    """
     while True:
-        choice = choose_for(case, sinks, tuple(_Wrong(k, wrong[k.name]) if k.name in wrong else k for k in kernels))
+        choice = choose_for(case, sinks, kernels)
         error = prove(choice.kernel, case, device)
         if error <= TOLERANCE:
-            return replace(choice, reason=f"{choice.reason}; measured error against fp32 {error:.1e}")
+            return replace(choice, reason=f"{choice.reason}; measured error against fp32 {error:.1e}"), kernels
         if isinstance(choice.kernel, TiledMath):
             raise RuntimeError(f"matrix products on {device} are off by {error:.1e} in {case.dtype}: broken hardware or torch")
-        wrong[choice.name] = f"computed wrong values on this machine (relative error {error:.1e})"
+        reason = f"computed wrong values on this machine (relative error {error:.1e})"
+        kernels = tuple(_Wrong(kernel, reason) if kernel is choice.kernel else kernel for kernel in kernels)
 
 
 class _Wrong(Kernel):

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
-from megaspan.attention.attend import attend
-from megaspan.attention.choose import KernelChoice, case_of, choose_for
-from megaspan.attention.kernel import Scoring
+from megaspan.attention.attend import attend_with, settle
+from megaspan.attention.choose import KERNELS, KernelChoice, case_of, choose_for
+from megaspan.attention.kernel import Kernel, Scoring
 from megaspan.attention.proof import choose_proven
 from megaspan.human import UserError
 
@@ -45,6 +45,7 @@ class AttentionCall:
         v_BGSD: values.
         scoring: scale, window and soft cap.
         sink_H: one sink logit per head, None for none.
+        kernels: the kernels that may compute it, fastest first.
     """
 
     q_BHTD: Tensor
@@ -52,6 +53,7 @@ class AttentionCall:
     v_BGSD: Tensor
     scoring: Scoring
     sink_H: Tensor | None
+    kernels: tuple[Kernel, ...]
 
 
 def install(model: nn.Module, *, dtype: torch.dtype | None = None, prove: bool = True) -> KernelChoice:
@@ -116,7 +118,7 @@ def attention(
         refuse_packed(position_ids)  # one look for all layers: it waits for the device
     window = _checked_window(module, attention_mask, sliding_window, key.shape[2])
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    call = AttentionCall(*_one_dtype(query, key, value), Scoring(scale, window, softcap or None), s_aux)
+    call = AttentionCall(*_one_dtype(query, key, value), Scoring(scale, window, softcap or None), s_aux, _kernels(module))
     return (megaspan_capture or run_call)(call), None
 
 
@@ -125,10 +127,8 @@ def run_call(call: AttentionCall) -> Tensor:
     outs = []
     for q, k, v in zip(call.q_BHTD, call.k_BGSD, call.v_BGSD, strict=True):
         q_tHD, k_sGD, v_sGD = (x.transpose(0, 1) for x in (q, k, v))
-        scoring, sink = call.scoring, call.sink_H
-        outs.append(
-            attend(q_tHD, k_sGD, v_sGD, scale=scoring.scale, window=scoring.window, softcap=scoring.softcap, sink_H=sink)
-        )
+        kernel, scoring = settle(q_tHD, k_sGD, v_sGD, call.scoring, kernels=call.kernels)
+        outs.append(attend_with(kernel, q_tHD, k_sGD, v_sGD, call.sink_H, scoring))
     return outs[0][None] if len(outs) == 1 else torch.stack(outs)
 
 
@@ -182,6 +182,12 @@ def refuse_packed(position_ids: Tensor | None) -> None:
     )
 
 
+def _kernels(module: nn.Module) -> tuple[Kernel, ...]:
+    """What `install` found usable for the module; all kernels for a module that it did not see."""
+    kernels: tuple[Kernel, ...] = getattr(module, "megaspan_kernels", KERNELS)
+    return kernels
+
+
 def _checked_window(module: nn.Module, attention_mask: Tensor | None, sliding_window: int | None, keys: int) -> int | None:
     window = sliding_window if sliding_window and sliding_window < keys else None
     if attention_mask is None:
@@ -233,19 +239,23 @@ def _own_config(model: nn.Module) -> None:
 def _choices(model: nn.Module, language_model: PreTrainedModel, dtype: torch.dtype | None, prove: bool) -> KernelChoice:
     config, parameter = language_model.config.get_text_config(), next(model.parameters())
     length, dtype = int(getattr(config, "max_position_embeddings", 2**20)), dtype or parameter.dtype
-    kinds: dict[tuple, KernelChoice] = {}
+    kinds: dict[tuple, tuple[KernelChoice, tuple[Kernel, ...]]] = {}
     for module in model.modules():
         if hasattr(module, "num_key_value_groups") and hasattr(module, "head_dim"):
             window, softcap = getattr(module, "sliding_window", None), getattr(module, "attn_logit_softcapping", None)
             case = case_of(parameter.device, dtype, int(module.head_dim), window, softcap, length, length)  # type: ignore[arg-type]
             sinks = getattr(module, "sinks", None) is not None
             if (case, sinks) not in kinds:
-                proven = prove and parameter.device.type == "cuda"
-                kinds[case, sinks] = choose_proven(case, sinks, parameter.device) if proven else choose_for(case, sinks)
+                if prove and parameter.device.type == "cuda":
+                    kinds[case, sinks] = choose_proven(case, sinks, parameter.device)
+                else:
+                    kinds[case, sinks] = choose_for(case, sinks), KERNELS
+            # What the layer may use later. A kernel that is not there is left out: to look for its package takes 0.1 ms a call.
+            module.megaspan_kernels = tuple(kernel for kernel in kinds[case, sinks][1] if kernel.installed())  # type: ignore[assignment]
     if not kinds:
         raise UserError("this model has no attention layers that AttentionInterface reaches", got=type(model).__name__)
-    (_, first), *rest = sorted(kinds.items(), key=lambda kind: kind[0][0].window or 0)
-    return replace(first, also=tuple(choice for _, choice in rest))
+    first, *rest = (choice for _, (choice, _) in sorted(kinds.items(), key=lambda kind: kind[0][0].window or 0))
+    return replace(first, also=tuple(rest))
 
 
 def _no_dropout() -> str:
