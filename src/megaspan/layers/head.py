@@ -132,13 +132,13 @@ def check_head(model: nn.Module) -> Head:
         UserError: the model treats its logits in another way.
     """
     head, plain = head_of(model), _without_peft(model)
-    layer, backbone = plain.get_output_embeddings(), plain.base_model
+    layer, backbone = plain.get_output_embeddings(), plain.get_decoder()
     seen: dict[str, Tensor] = {}
     ladder_V = _ladder(head)
 
     def answer(_module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         seen["input"], seen["output"] = args[0], output
-        return ladder_V.expand(output.shape)
+        return ladder_V.expand(output.shape).clone()  # a model may write into its logits
 
     def watch(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
         seen["hidden"] = output[0] if isinstance(output, tuple) else output.last_hidden_state
