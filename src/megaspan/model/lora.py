@@ -56,7 +56,7 @@ def wrap_lora(model: Any, config: SFTConfig, peft_config: Any = None) -> Any:
     from peft import get_peft_model
 
     chosen = _options(config) if peft_config is None else peft_config
-    _check(chosen)
+    check_adapter(chosen)
     try:
         # The adapter has the type of the weights around it; its fp32 masters live in the optimizer, like all others.
         return get_peft_model(model, chosen, autocast_adapter_dtype=False)
@@ -86,7 +86,15 @@ def _options(config: SFTConfig) -> Any:
     )
 
 
-def _check(chosen: Any) -> None:
+def check_adapter(chosen: Any) -> None:
+    """Refuse an adapter that the levers are not proven exact with.
+
+    Args:
+        chosen: peft's configuration of it.
+
+    Raises:
+        UserError: it is no LoRA, or one of the kinds that are not proven.
+    """
     from peft import LoraConfig
 
     if not isinstance(chosen, LoraConfig):

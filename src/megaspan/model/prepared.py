@@ -27,6 +27,7 @@ from megaspan.model.forward import (
 )
 from megaspan.model.kinds import check_trainable
 from megaspan.model.limits import check_logits_fit, device_of, free_bytes, past_window
+from megaspan.model.lora import check_adapter
 
 if TYPE_CHECKING:
     from megaspan.attention import KernelChoice
@@ -121,6 +122,8 @@ def prepare(model: Model, args: SFTConfig, plan: Plan | None = None, *, on_layer
             "the forward of this model was replaced already (by accelerate's device map, TRL or a kernel package)",
             do="Load the model onto one device without a device map, and prepare it before anything else wraps it",
         )
+    for adapter in dict(getattr(model, "peft_config", None) or {}).values():
+        check_adapter(adapter)
     check_trainable(inner)
     backbone_of(inner)
     if getattr(inner.config, "output_router_logits", False) and not can_balance(inner):
