@@ -1,0 +1,209 @@
+"""Pieces of documents → rows in a store: joined until a row is full, or one document a row.
+
+`packing_strategy: wrapped` fills every row to `max_length`: the rest of a document continues in the next row, so no token is
+lost, and only the last row is shorter. Without packing a document has its own row; a longer one is split into rows, truncated
+or dropped, each counted. In every case the first token of a document and of a row gets no label: nothing before it in its row
+says what it should be (R30).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from array import array
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+from typing_extensions import override
+
+from megaspan.data.tokenise import Piece
+from megaspan.data.tokenstore import MASKED, StoreWriter
+
+_SHOWN_ROWS = 20
+
+
+@dataclass
+class RowTally:
+    """Counts of tokens and rows while they are cut; the ledger's names."""
+
+    trained: int = 0
+    masked: int = 0
+    dropped: int = 0
+    truncated: int = 0
+    unused: int = 0
+    split_documents: int = 0
+    truncated_documents: int = 0
+    dropped_documents: int = 0
+    masked_rows: list[int] = field(default_factory=list)
+    masked_row_count: int = 0
+    max_id: int = -1
+
+
+class RowCutter(ABC):
+    """Cuts a stream of pieces into rows.
+
+    Args:
+        store: where the rows go.
+        max_length: tokens in a full row.
+        max_rows: rows wanted; None is all.
+
+    Attributes:
+        full: all wanted rows are there; no further piece may be added.
+        tally: what happened to the tokens so far.
+    """
+
+    def __init__(self, store: StoreWriter, max_length: int, max_rows: int | None) -> None:
+        self._store = store
+        self._length = max_length
+        self._max_rows = max_rows
+        self._rows: array[int] = array("q")
+        self._segments: array[int] = array("q")
+        self._open_trained = 0  # tokens trained in the newest row
+        self.full = False
+        self.tally = RowTally()
+
+    @abstractmethod
+    def add(self, piece: Piece) -> None:
+        """Takes the next piece."""
+
+    @abstractmethod
+    def needed(self) -> int | None:
+        """At most so many further tokens will be used; None when all will."""
+
+    def finish(self) -> int:
+        """Closes the last row and the store's arrays; the number of rows."""
+        rows = len(self._rows)
+        if rows:
+            self._close_row()
+        self._rows.append(self._store.tokens)
+        self._store.finish(self._rows, self._segments)
+        return rows
+
+    def _close_row(self) -> None:
+        if not self._open_trained:
+            self.tally.masked_row_count += 1
+            if len(self.tally.masked_rows) < _SHOWN_ROWS:
+                self.tally.masked_rows.append(len(self._rows) - 1)
+        self._open_trained = 0
+
+    def _put(self, ids: np.ndarray, trained: np.ndarray | None, begins: bool, row_starts: np.ndarray) -> None:
+        """Writes tokens of one document.
+
+        Args:
+            ids: uint32 [T].
+            trained: bool [T] or None.
+            begins: the document starts here.
+            row_starts: int64, positions in `ids` where a new row starts, ascending.
+        """
+        if not len(ids):
+            return
+        mask = np.zeros(len(ids), bool) if trained is None else ~trained
+        mask[row_starts] = True
+        borders = row_starts
+        if begins:
+            mask[0] = True
+            borders = np.union1d(row_starts, [0])
+        at = self._store.tokens
+        self._segments.frombytes((borders.astype(np.int64) + at).tobytes())
+        bounds = [*row_starts.tolist(), len(ids)]
+        self._open_trained += bounds[0] - int(np.count_nonzero(mask[: bounds[0]]))
+        for start, end in pairwise(bounds):
+            if len(self._rows):
+                self._close_row()
+            self._rows.append(at + start)
+            self._open_trained = end - start - int(np.count_nonzero(mask[start:end]))
+        masked = int(np.count_nonzero(mask))
+        self.tally.masked += masked
+        self.tally.trained += len(ids) - masked
+        self.tally.max_id = max(self.tally.max_id, int(ids.max()))
+        self._store.append(np.where(mask, ids | MASKED, ids))
+
+
+class Wrapped(RowCutter):
+    """Joins documents until a row is full and continues in the next one."""
+
+    _crossed = False  # the open document lies in more than one row
+
+    @override
+    def needed(self) -> int | None:
+        return None if self._max_rows is None else self._max_rows * self._length - self._store.tokens
+
+    @override
+    def add(self, piece: Piece) -> None:
+        room = self.needed()
+        taken = len(piece.ids) if room is None else min(room, len(piece.ids))
+        starts = np.arange(-self._store.tokens % self._length, taken, self._length, dtype=np.int64)
+        self._crossed = self._crossed and not piece.first
+        if not self._crossed and (starts > 0 if piece.first else starts >= 0).any():
+            self._crossed = True
+            self.tally.split_documents += 1
+        self._put(piece.ids[:taken], None if piece.trained is None else piece.trained[:taken], piece.first, starts)
+        self.tally.unused += len(piece.ids) - taken
+        self.full = self.needed() == 0
+
+
+class OnePerDocument(RowCutter):
+    """Gives every document its own row, or rows.
+
+    Args:
+        overlong: what happens to a document longer than `max_length`: split, truncate or drop.
+    """
+
+    def __init__(self, store: StoreWriter, max_length: int, max_rows: int | None, overlong: str) -> None:
+        super().__init__(store, max_length, max_rows)
+        self._overlong = overlong
+        self._seen = 0  # tokens of the open document
+        self._held: list[Piece] = []  # the open document under `drop`, never more than one row of it
+
+    @override
+    def needed(self) -> int | None:
+        if self._max_rows is None:
+            return None
+        return (self._max_rows - len(self._rows)) * self._length + -self._seen % self._length
+
+    @override
+    def add(self, piece: Piece) -> None:
+        if piece.first:
+            self._seen = 0
+        if self._overlong == "split":
+            self._split(piece)
+        elif self._overlong == "truncate":
+            self._truncate(piece)
+        else:
+            self._drop(piece)
+        done = self._max_rows is not None and len(self._rows) == self._max_rows
+        self.full = done and (piece.last or (self._overlong == "split" and self._seen % self._length == 0))
+
+    def _split(self, piece: Piece) -> None:
+        room = self.needed()
+        taken = len(piece.ids) if room is None else min(room, len(piece.ids))
+        starts = np.arange(-self._seen % self._length, taken, self._length, dtype=np.int64)
+        if self._seen <= self._length < self._seen + taken:
+            self.tally.split_documents += 1
+        self._write(piece, taken, starts)
+        self._seen += taken
+        self.tally.unused += len(piece.ids) - taken
+
+    def _truncate(self, piece: Piece) -> None:
+        taken = min(len(piece.ids), max(0, self._length - self._seen))
+        self._write(piece, taken, np.zeros(int(piece.first), np.int64))
+        if self._seen <= self._length < self._seen + len(piece.ids):
+            self.tally.truncated_documents += 1
+        self._seen += len(piece.ids)
+        self.tally.truncated += len(piece.ids) - taken
+
+    def _drop(self, piece: Piece) -> None:
+        self._seen += len(piece.ids)
+        if self._seen <= self._length:
+            self._held.append(piece)
+            if piece.last:
+                for held in self._held:
+                    self._write(held, len(held.ids), np.zeros(int(held.first), np.int64))
+                self._held.clear()
+            return
+        self.tally.dropped += len(piece.ids) + sum(len(held.ids) for held in self._held)
+        self._held.clear()
+        self.tally.dropped_documents += int(piece.last)
+
+    def _write(self, piece: Piece, taken: int, starts: np.ndarray) -> None:
+        self._put(piece.ids[:taken], None if piece.trained is None else piece.trained[:taken], piece.first, starts)

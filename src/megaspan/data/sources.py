@@ -1,0 +1,257 @@
+"""What the user named → where its documents are.
+
+`dataset_name` may be a file, a folder, a glob, a folder that `datasets` wrote, or a name on the hub; `datasets` is a list of
+such; from Python also lists and `datasets` objects. A local path always wins over a hub name, and what looks like a path is
+never asked of the hub. Everything is decided here, before the first token, and every refusal names what exists instead.
+"""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megaspan.data.readers import JsonLines, Source, TextFiles
+from megaspan.data.tables import Listed, Parquet, Stream, Table
+from megaspan.data.textfiles import NAMES, PROSE, RECORDS, SkippedFiles, ending, is_text_name, text_of, walk
+from megaspan.human import UserError, nearest
+
+_UNPACK = ("gz", "zst", "zip", "xz", "bz2", "tar", "7z")
+_OTHER_RECORDS = ("csv", "tsv", "arrow", "json")
+
+
+@dataclass(frozen=True)
+class Wish:
+    """How sources are read: the options that concern reading, out of the configuration.
+
+    Attributes:
+        split: name of the split that is wanted.
+        train_split: name of the training split; a plain file belongs to it.
+        text_field: column with the text.
+        streaming: read `datasets` as a stream.
+        shuffle: documents will be asked for in another order, so they must be addressable.
+    """
+
+    split: str
+    train_split: str
+    text_field: str = "text"
+    streaming: bool = False
+    shuffle: bool = False
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One dataset as a configuration names it (the keys of TRL's `datasets` entries)."""
+
+    path: str
+    name: str | None = None
+    data_dir: str | None = None
+    data_files: Any = None
+    columns: Sequence[str] | None = None
+
+
+def open_entry(entry: Entry, wish: Wish) -> list[Source]:
+    """The sources behind one named dataset.
+
+    Raises:
+        UserError: nothing is there, or it has no such split.
+    """
+    path = Path(entry.path).expanduser()
+    if entry.data_files is not None or entry.data_dir is not None:
+        return [_from_datasets(entry, wish)]
+    if path.is_dir():
+        return _folder(entry, path, wish)
+    matches = [path] if path.is_file() else _matches(entry.path)
+    if matches:
+        _plain(entry, wish)
+        return _files(entry, matches, wish)
+    if _looks_like_path(entry.path):
+        raise _not_found(entry.path)
+    return [_from_datasets(entry, wish)]
+
+
+def open_object(data: Any, wish: Wish) -> list[Source]:
+    """The sources behind what was passed from Python: a path or name, a list, or an object of `datasets`."""
+    if isinstance(data, str | Path):
+        return open_entry(Entry(str(data)), wish)
+    if _is_datasets(data, "DatasetDict", "IterableDatasetDict"):
+        if wish.split not in data:
+            raise UserError(f"the dataset has no split {wish.split!r}", allowed=", ".join(data))
+        data = data[wish.split]
+    if _is_datasets(data, "Dataset"):
+        return [Table("the dataset", lambda: data, None, wish.text_field)]
+    if _is_datasets(data, "IterableDataset"):
+        _no_shuffle(wish, "an IterableDataset")
+        return [Stream("the dataset", lambda: data, None, wish.text_field)]
+    if isinstance(data, Mapping):
+        raise UserError("a dataset from Python cannot be a mapping", got=f"keys {', '.join(map(str, data))}", do=_PYTHON_DATA)
+    if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
+        return [Listed("the list", data, wish.text_field)]
+    raise UserError("this object holds no documents", got=type(data).__name__, do=_PYTHON_DATA)
+
+
+_PYTHON_DATA = "Pass a path, a list of texts, a list of lists of ids, or a datasets.Dataset (Dataset.from_dict makes one)"
+
+
+def _folder(entry: Entry, folder: Path, wish: Wish) -> list[Source]:
+    if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
+        _plain(entry, wish, any_split=True)
+        return [_from_disk(entry, folder, wish)]
+    if _has_split_folders(folder, wish):
+        if not (folder / wish.split).is_dir():
+            raise UserError(f"{entry.path} has no split {wish.split!r}", allowed=", ".join(_subfolders(folder)))
+        folder = folder / wish.split
+        wish = Wish(wish.split, wish.split, wish.text_field, wish.streaming, wish.shuffle)
+    files = walk(folder)
+    if not files:
+        raise UserError(f"{entry.path} is an empty folder", do="Name a folder with text files, .jsonl or .parquet")
+    records = [path for path in files if ending(path) in RECORDS]
+    beside = [path for path in files if is_text_name(path) and path.stem.lower() not in NAMES]
+    if records and not beside:
+        return [_from_datasets(Entry(str(folder), entry.name, columns=entry.columns), wish)]
+    _plain(entry, wish)
+    skipped = SkippedFiles()
+    taken = text_of(folder, files, skipped)
+    if not taken:
+        raise UserError(
+            f"{entry.path} has no text file; {'; '.join(skipped.lines())}",
+            do="Name the files by a glob such as folder/**/*.log to take other endings",
+        )
+    return [TextFiles(entry.path, taken, skipped=skipped)]
+
+
+def _has_split_folders(folder: Path, wish: Wish) -> bool:
+    """Whether the folder is divided by split: it has a folder of the training split's name, and otherwise only other splits."""
+    inside = [path for path in folder.iterdir() if not path.name.startswith(".")]
+    others = [path for path in inside if not path.is_dir() and path.stem.lower() not in NAMES]
+    splits = {wish.train_split, wish.split, "train", "test", "validation", "dev", "eval"}
+    return not others and wish.train_split in _subfolders(folder) and set(_subfolders(folder)) <= splits
+
+
+def _subfolders(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+
+
+def _files(entry: Entry, paths: Sequence[Path], wish: Wish) -> list[Source]:
+    """Files that the user named, one by one or by a glob: text in one source, every file of records in its own."""
+    sources: list[Source] = []
+    text = [path for path in paths if ending(path) not in (*RECORDS, *_UNPACK, *_OTHER_RECORDS)]
+    if entry.columns and text:
+        raise UserError(
+            f"{entry.path} is text, which has no columns", got=f"columns {', '.join(entry.columns)}", do="Remove columns"
+        )
+    for path in paths:
+        kind = ending(path)
+        if kind in _UNPACK:
+            raise UserError(f"{path} is packed", do="Unpack it first")
+        if kind in _OTHER_RECORDS:
+            reader = kind if kind != "tsv" else "csv"
+            do = f"Write datasets: [{{path: {reader}, data_files: {path}}}], or convert it to .jsonl or .parquet"
+            raise UserError(f"{path} is not read directly", allowed="text files, .jsonl, .ndjson and .parquet", do=do)
+        columns = list(entry.columns) if entry.columns else None
+        if kind == "parquet" and wish.shuffle:
+            sources.append(_from_datasets(Entry("parquet", data_files=str(path), columns=columns), wish))
+        elif kind == "parquet":
+            sources.append(Parquet(path, wish.text_field, columns))
+        elif kind in RECORDS:
+            sources.append(JsonLines(path, wish.text_field, columns))
+    if text:
+        sources.insert(0, TextFiles(entry.path, text, strict=len(paths) == 1))
+    return sources
+
+
+def _matches(pattern: str) -> list[Path]:
+    if not glob.has_magic(pattern):
+        return []
+    return sorted(Path(match) for match in glob.glob(str(Path(pattern).expanduser()), recursive=True) if Path(match).is_file())
+
+
+def _plain(entry: Entry, wish: Wish, *, any_split: bool = False) -> None:
+    """Files have one split and no configuration name."""
+    if entry.name is not None:
+        raise UserError(
+            f"{entry.path} is local, so it has no configuration {entry.name!r}", do="Remove dataset_config (or name)"
+        )
+    if wish.split != wish.train_split and not any_split:
+        raise UserError(
+            f"{entry.path} has no split {wish.split!r}: files are one split",
+            do=f"Pass held-out data of its own, or divide the folder into {wish.train_split}/ and {wish.split}/",
+        )
+
+
+def _looks_like_path(text: str) -> bool:
+    if text.startswith(("/", "./", "../", "~")) or glob.has_magic(text) or text.count("/") > 1:
+        return True
+    return ending(Path(text)) in (*RECORDS, *_UNPACK, *_OTHER_RECORDS, *PROSE, "py")
+
+
+def _not_found(text: str) -> UserError:
+    if glob.has_magic(text):
+        return UserError(f"no file matches {text!r}", do="Check the folder; ** looks into folders below")
+    path = Path(text).expanduser()
+    close = nearest(path.name, [inside.name for inside in path.parent.iterdir()]) if path.parent.is_dir() else None
+    there = f"Did you mean {path.parent / close}?" if close else f"The folder {path.parent} does not exist"
+    return UserError(f"{text!r} does not exist", do=there if close or not path.parent.is_dir() else "Check its name")
+
+
+def _from_disk(entry: Entry, folder: Path, wish: Wish) -> Source:
+    """A folder written by `save_to_disk`."""
+    import datasets
+
+    place = folder
+    if (folder / "dataset_dict.json").exists():
+        place = folder / wish.split
+        if not place.is_dir():
+            raise UserError(f"{entry.path} has no split {wish.split!r}", allowed=", ".join(_subfolders(folder)))
+    elif wish.split != wish.train_split:
+        raise UserError(f"{entry.path} has no split {wish.split!r}: it was saved as one dataset")
+    columns = list(entry.columns) if entry.columns else None
+    return Table(entry.path, lambda: datasets.load_from_disk(str(place)), None, wish.text_field, columns)
+
+
+def _from_datasets(entry: Entry, wish: Wish) -> Source:
+    """Whatever `datasets.load_dataset` reads: a hub name, a local folder of records, or a format with data_files."""
+    import datasets
+
+    try:
+        builder = datasets.load_dataset_builder(
+            entry.path, name=entry.name, data_dir=entry.data_dir, data_files=entry.data_files
+        )
+    except (FileNotFoundError, ValueError, OSError) as error:
+        where = "locally" if Path(entry.path).exists() else "on this machine, nor can it be loaded from the hub"
+        raise UserError(
+            f"dataset {entry.path!r} was not found {where}: {str(error).splitlines()[0]}",
+            do="Check dataset_name and its options",
+        ) from error
+    splits = list(builder.info.splits or builder.config.data_files or ())
+    if splits and wish.split.split("[")[0] not in splits:
+        raise UserError(f"{entry.path} has no split {wish.split!r}", allowed=", ".join(map(str, splits)))
+    files = builder.config.data_files
+    parts = {str(split): [list(map(str, files[split])), files[split].origin_metadata] for split in files} if files else {}
+    identity = [entry.path, builder.config.name, builder.hash, str(builder.config.version), parts, wish.split]
+    columns = list(entry.columns) if entry.columns else None
+    if wish.streaming:
+        _no_shuffle(wish, "a stream")
+        load = lambda: builder.as_streaming_dataset(wish.split)  # noqa: E731
+        return Stream(entry.path, load, identity, wish.text_field, columns)
+
+    def prepared() -> Any:
+        builder.download_and_prepare()
+        return builder.as_dataset(wish.split)
+
+    return Table(entry.path, prepared, identity, wish.text_field, columns)
+
+
+def _no_shuffle(wish: Wish, what: str) -> None:
+    if wish.shuffle:
+        raise UserError(
+            f"shuffle_dataset needs every document within reach, and {what} gives them one by one",
+            do="Set dataset_streaming: false, or shuffle_dataset: false",
+        )
+
+
+def _is_datasets(data: Any, *names: str) -> bool:
+    """Whether `data` is one of these classes of `datasets`, without importing it for those who do not use it."""
+    return any(kind.__module__.split(".")[0] == "datasets" and kind.__name__ in names for kind in type(data).__mro__)
