@@ -89,7 +89,7 @@ class Slot:
         size = math.prod(shape) * dtype.itemsize
         if size > self.size:
             raise ValueError(f"{size} bytes do not fit in a slot of {self.size}")
-        return self.block.pages[self.start : self.start + size].view(dtype).view(*shape)
+        return self.block.pages[self.start : self.start + size].view(dtype).view(tuple(shape))
 
 
 class _Block:
@@ -168,26 +168,30 @@ class HostArena:
 
     def missing(self, count: int, size: int) -> int:
         """Slots of `size` bytes that `take` could not cut now, out of `count`."""
-        return max(0, count - sum(block.fits(_rounded(size)) for block in self._blocks))
+        return _missing(self._blocks, count, _rounded(size))
 
     def reserve(self, count: int, size: int) -> None:
-        """Makes room for `count` slots of `size` bytes beside those that are out, in one allocation.
+        """Makes room for `count` slots of `size` bytes beside those that are out, in at most one allocation.
 
-        Idle blocks too small for one such slot are given up first, so that rows which grow a little every step do not leave a
-        trail of blocks. No copy may be under way from or to a slot that has come back.
+        What is missing is added. Idle blocks too small for one slot are given up first, and all idle blocks where that saves an
+        eighth of the memory or keeps within the limit: rows that grow a little every step would leave a trail of odd pieces.
+        No copy may be under way from or to a slot that has come back.
 
         Raises:
             UserError: the limit or the machine does not allow it.
         """
         size = _rounded(size)
-        missing = self.missing(count, size)
-        if not missing:
+        if not self.missing(count, size):
             return
-        kept = [block for block in self._blocks if not block.idle or block.fits(size)]
-        held = sum(block.size for block in kept)
-        if self.limit is not None and held + missing * size > self.limit:
+        useful = [block for block in self._blocks if not block.idle or block.fits(size)]
+        busy = [block for block in self._blocks if not block.idle]
+        kept, total = useful, _grown(useful, count, size)
+        again = _grown(busy, count, size)
+        if again * 9 < total * 8 or (self.limit is not None and total > self.limit):
+            kept, total = busy, again
+        if self.limit is not None and total > self.limit:
             raise UserError(
-                f"layer inputs need {format_bytes(held + missing * size)} of host memory",
+                f"layer inputs need {format_bytes(total)} of host memory",
                 got=f"a limit of {format_bytes(self.limit)}",
                 do=f"Raise host_memory if the machine has more, {_LESS}",
             )
@@ -196,7 +200,7 @@ class HostArena:
                 block.close()
         self._blocks = kept
         began = time.perf_counter()
-        self._blocks.append(_Block(missing * size, self.pinned))
+        self._blocks = [*kept, _Block(total - self.bytes, self.pinned)]
         self.seconds_pinning += time.perf_counter() - began
 
     def take(self, size: int) -> Slot:
@@ -227,3 +231,12 @@ def _rounded(size: int) -> int:
     if size <= 0:
         raise ValueError(f"a slot needs at least one byte, got {size}")
     return -(-size // PAGE) * PAGE
+
+
+def _missing(blocks: list[_Block], count: int, size: int) -> int:
+    return max(0, count - sum(block.fits(size) for block in blocks))
+
+
+def _grown(blocks: list[_Block], count: int, size: int) -> int:
+    """Bytes held once `blocks` and one more have room for `count` slots."""
+    return sum(block.size for block in blocks) + _missing(blocks, count, size) * size

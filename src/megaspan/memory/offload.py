@@ -254,7 +254,7 @@ class LayerInputs:
         saved.version = None  # nobody else has the buffer
         # Whatever used the buffer's bytes before was queued on this stream.
         self._to_device.wait_event(self._stream().record_event())
-        self._to_device.wait_event(saved.copied)
+        self._to_device.wait_event(saved.copied)  # matters where another stream computes now
         with self._backend.stream(self._to_device):
             _copy(saved.tensor, saved.slot.view(saved.shape, saved.dtype))
             saved.fetched = self._last_fetch = self._to_device.record_event()
