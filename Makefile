@@ -1,4 +1,5 @@
-# Every target works on a fresh machine: it makes the environment in .venv first. `make PYTHON=python3.12 test` names another Python.
+# Every target works on a fresh machine: it makes the environment in .venv first.
+# `make PYTHON=python3.12 test` takes another Python for it.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
@@ -49,7 +50,8 @@ clean:  ## remove the environments
 	rm -rf .venv .venv-oldest
 
 $(READY): pyproject.toml constraints-cpu.txt constraints-oldest.txt
-	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("megaspan needs Python 3.11 or newer: make PYTHON=python3.12 …")'
+	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("megaspan needs Python 3.11: make PYTHON=python3.12 …")'
+	echo "making $(VENV): the first time this downloads torch and takes minutes" >&2
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q $(PINS) -e '.[dev]'
 	touch $@

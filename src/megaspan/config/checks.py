@@ -61,6 +61,13 @@ INERT: tuple[Inert, ...] = (
         "Add packing: false or remove it",
     ),
     Inert(
+        "max_lost_tokens",
+        ("packing", "overlong"),
+        lambda c: c.packing or c.overlong == "split",
+        "where no text is lost",
+        "Add packing: false with overlong: truncate or drop, or remove it",
+    ),
+    Inert(
         "lr_scheduler_kwargs",
         ("lr_scheduler_type",),
         lambda c: not SCHEDULE_ARGUMENTS[c.lr_scheduler_type],

@@ -7,6 +7,7 @@ fields of the libraries, so that an option added there is a decision here and ne
 from __future__ import annotations
 
 from collections.abc import Iterable
+from enum import Enum
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -33,19 +34,24 @@ def table() -> dict[str, dict[str, Any]]:
     return yaml.load(files(__package__).joinpath("trl.yaml").read_text("utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
-def translate(options: dict[str, Any], fields: Iterable[str]) -> tuple[dict[str, Any], list[UserError]]:
+def translate(options: dict[str, Any], fields: Iterable[str]) -> tuple[dict[str, Any], dict[str, str], list[UserError]]:
     """Turns what was written into options of the schema.
 
     Args:
-        options: names and values as written; foreign names at a neutral value are left out, aliases are renamed.
+        options: names and values as written.
         fields: the names of the schema.
+
+    Returns:
+        The options by the schema's names, without foreign ones at a neutral value; the names under which they were written; and
+        what is refused.
     """
     fields = tuple(fields)
     values: dict[str, Any] = {}
     written: dict[str, str] = {}
     errors: list[UserError] = []
-    for key, value in _expanded(options, errors):
-        name = ALIASES.get(key, key)
+    for key, bare, given in _expanded(options, errors):
+        value = given.value if isinstance(given, Enum) else given  # transformers' enumerations, from Python
+        name = ALIASES.get(bare, bare)
         if name in fields:
             if value is None and name in NULL_IS_UNSET:
                 continue
@@ -53,9 +59,9 @@ def translate(options: dict[str, Any], fields: Iterable[str]) -> tuple[dict[str,
                 message = f"{written[name]} and {key} are two names of one option, with different values"
                 errors.append(UserError(message, do="Keep one of them", option=key))
             values[name], written[name] = value, key
-        elif key != "eval_packing" or (value is not None and value != options.get("packing", True)):
-            errors += _foreign(key, value, fields)
-    return values, errors
+        elif bare != "eval_packing" or (value is not None and value != options.get("packing", True)):
+            errors += _foreign(key, bare, value, fields)
+    return values, written, errors
 
 
 def refuse(place: str, value: Any, entry: dict[str, Any], *, option: str) -> list[UserError]:
@@ -68,29 +74,29 @@ def refuse(place: str, value: Any, entry: dict[str, Any], *, option: str) -> lis
 def _same(value: Any, neutral: Any) -> bool:
     if isinstance(value, bool) or isinstance(neutral, bool):
         return str(value).lower() == str(neutral).lower()
-    value = getattr(value, "value", value)  # enumerations of transformers
     return bool(value == neutral) or (isinstance(value, str) and value == str(neutral))
 
 
-def _expanded(options: dict[str, Any], errors: list[UserError]) -> Iterable[tuple[str, Any]]:
+def _expanded(options: dict[str, Any], errors: list[UserError]) -> Iterable[tuple[str, str, Any]]:
+    """Every option as (name as written, name without accelerate's prefix, value), parallelism_config taken apart."""
     for key, value in options.items():
-        if key == "parallelism_config" and value is not None:
+        if key != "parallelism_config":
+            yield key, key.removeprefix(PREFIX), value
+        elif value is not None:
             inner = value if isinstance(value, dict) else getattr(value, "__dict__", None)
             if inner is None:
                 message = "parallelism_config must be a mapping such as {cp_size: 1}"
                 errors.append(UserError(message, got=value, option=key))
             for name, size in (inner or {}).items():
-                if name != "device_mesh":
-                    yield name.removeprefix(PREFIX), size
-        elif key != "parallelism_config":
-            yield key.removeprefix(PREFIX), value
+                # accelerate's object makes handlers by itself for sizes above 1, which are refused as such.
+                if isinstance(value, dict) or name.endswith(("_size", "_backend")):
+                    yield key, name.removeprefix(PREFIX), size
 
 
-def _foreign(key: str, value: Any, fields: tuple[str, ...]) -> list[UserError]:
+def _foreign(key: str, bare: str, value: Any, fields: tuple[str, ...]) -> list[UserError]:
     for section in ("refused", "older", "launch"):
-        entry = table()[section].get(key)
-        if entry is not None:
-            return refuse(key, value, entry if isinstance(entry, dict) else {"why": entry}, option=key)
-    close = nearest(key, (*fields, *ALIASES))
+        if bare in table()[section]:
+            return refuse(bare, value, table()[section][bare], option=key)
+    close = nearest(bare, (*fields, *ALIASES))
     do = f"Did you mean {close}?" if close else "megaspan train --help lists all options"
-    return [UserError(f"{key} is not an option", do=do, option=key)]
+    return [UserError(f"{bare} is not an option", do=do, option=key)]

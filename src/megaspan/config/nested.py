@@ -29,7 +29,9 @@ def check(values: dict[str, Any]) -> tuple[dict[str, Any], list[UserError]]:
         _lift(values, errors)
     if isinstance(values.get("gradient_checkpointing_kwargs"), dict):
         values["gradient_checkpointing_kwargs"] = _checkpointing_kwargs(values["gradient_checkpointing_kwargs"], errors)
-    if values.get("datasets") is not None:
+    if values.get("datasets") in ([], ()):  # TRL's default
+        del values["datasets"]
+    elif values.get("datasets") is not None:
         values["datasets"] = _datasets(values["datasets"], errors)
     return values, errors
 
@@ -48,7 +50,7 @@ def _lift(values: dict[str, Any], errors: list[UserError]) -> None:
             errors.append(UserError(message, do="Keep one of them", option="model_init_kwargs"))
         values[outer] = value
     if not inner:
-        values["model_init_kwargs"] = None
+        del values["model_init_kwargs"]
 
 
 def _model_init_kwargs(given: dict[str, Any], errors: list[UserError]) -> dict[str, Any]:
@@ -89,7 +91,7 @@ def _rope_mapping(place: str, given: dict[str, Any], errors: list[UserError]) ->
             do = f"Did you mean {close}?" if close else f"It takes {', '.join(ROPE_KEYS)}"
             errors.append(UserError(f"{place} has no entry {key}", do=do, option="model_init_kwargs"))
         except (ValueError, UserError):
-            allowed = "true or false" if key == "truncate" else "a text" if "type" in key else "a number above 0"
+            allowed = "true or false" if key == "truncate" else "a text" if "type" in key else "a number"
             errors.append(UserError(f"{place}: {key} must be {allowed}", got=value, option="model_init_kwargs"))
     if given and "rope_type" not in given and "type" not in given:
         do = "Add rope_type: yarn"

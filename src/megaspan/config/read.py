@@ -13,7 +13,8 @@ from typing import Any
 
 import yaml
 
-from megaspan.config.schema import SFTConfig
+from megaspan.config import foreign
+from megaspan.config.schema import SFTConfig, allowed_of
 from megaspan.human import UserError, UserErrors
 
 _NUMBER = re.compile(r"-?[0-9.].*")
@@ -64,7 +65,7 @@ def load_config(path: str | Path | None, flags: Sequence[str] = ()) -> SFTConfig
 
 def _read_file(path: Path, places: dict[str, str], errors: list[UserError]) -> dict[str, Any]:
     try:
-        text = path.read_text("utf-8")
+        text = path.read_text("utf-8-sig")
     except FileNotFoundError:
         raise UserErrors([UserError(f"there is no file {path}", do="Give the path of a YAML file of options")]) from None
     except IsADirectoryError:
@@ -85,13 +86,14 @@ def _read_file(path: Path, places: dict[str, str], errors: list[UserError]) -> d
             [UserError(f"{path} is not a mapping of options to values", do="Write lines such as max_length: 128k")]
         )
     _duplicates(path, root, errors)
+    loader.flatten_mapping(root)  # `<<: *base`
     options: dict[str, Any] = {}
     for key_node, value_node in root.value:
         key = str(key_node.value).replace("-", "_")
         try:
             options[key] = loader.construct_object(value_node, deep=True)
         except (yaml.YAMLError, ValueError) as error:
-            errors.append(_syntax_error(path, error))
+            raise UserErrors([*errors, _syntax_error(path, error)]) from None
         places.setdefault(key, f"{path} line {key_node.start_mark.line + 1}")
     return options
 
@@ -134,10 +136,11 @@ def _read_flags(flags: Sequence[str], places: dict[str, str], errors: list[UserE
         while not equals and position < len(flags) and not _is_flag(flags[position]):
             texts.append(flags[position])
             position += 1
-        if not texts and key.startswith("no_") and key not in SFTConfig.model_fields:
-            key, value = key.removeprefix("no_"), False
+        negated = key.removeprefix("no_")
+        if not texts and key != negated and (negated in SFTConfig.model_fields or negated in foreign.ALIASES):
+            key, value = negated, False
         else:
-            value = _flag_value(flag, texts, errors)
+            value = _flag_value(key, texts)
         if key in options:
             errors.append(UserError(f"--{name} is given twice", do="Keep one of them", option=key))
         options[key] = value
@@ -149,13 +152,20 @@ def _is_flag(text: str) -> bool:
     return text.startswith("-") and not _NUMBER.fullmatch(text)
 
 
-def _flag_value(flag: str, texts: list[str], errors: list[UserError]) -> Any:
-    values = []
-    for text in texts:
-        try:
-            values.append(yaml.load(text, _Loader))
-        except yaml.YAMLError:
-            values.append(text)
-    if not values:
+def _flag_value(key: str, texts: list[str]) -> Any:
+    """What a flag says: nothing is true, one word is a YAML value, several are a list."""
+    if not texts:
         return True
-    return values[0] if len(values) == 1 else values
+    values = [_yaml_value(text) for text in texts]
+    if len(values) > 1:
+        return values
+    if key in SFTConfig.model_fields and "a text" in allowed_of(key) and texts[0] not in ("null", "~"):
+        return values[0] if isinstance(values[0], str) else texts[0]  # --eos_token '[EOS]' is no list
+    return values[0]
+
+
+def _yaml_value(text: str) -> Any:
+    try:
+        return yaml.load(text, _Loader)
+    except (yaml.YAMLError, ValueError):
+        return text

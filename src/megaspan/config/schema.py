@@ -7,11 +7,10 @@ without effect beside the others, a wrong type are all reported together, before
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import (
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
     SerializerFunctionWrapHandler,
@@ -21,26 +20,30 @@ from pydantic import (
 
 from megaspan.config import checks, foreign, nested
 from megaspan.config.values import (
-    Allowed,
     Bytes,
     Count,
     Datasets,
     Dtype,
+    Lost,
     Mapping,
     Names,
     NotNegative,
     One,
+    Padding,
     Positive,
+    Resume,
     Share,
+    StepLimit,
     Steps,
     Strategy,
     Text,
     Tokens,
     Trackers,
+    Warmup,
     Whole,
     allowed_text,
 )
-from megaspan.human import UserError, UserErrors, nearest, parse_tokens
+from megaspan.human import UserError, UserErrors, nearest
 
 Schedule = Literal[
     "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup",
@@ -56,45 +59,6 @@ GROUPS = (
 )  # fmt: skip
 
 
-def _lost(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise ValueError
-    try:
-        number = float(value)
-    except ValueError:
-        try:
-            number = float(parse_tokens(value)) if isinstance(value, str) else float(value)
-        except UserError as error:
-            raise ValueError from error
-    if not 0 <= number < float("inf"):
-        raise ValueError
-    return number
-
-
-def _max_steps(value: Any) -> int:
-    number = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else 0.0
-    if number != -1 and (number < 1 or number != int(number)):
-        raise ValueError
-    return int(number)
-
-
-def _padding(value: Any) -> int | None:
-    if value is None or value in ("auto", "none"):
-        return None  # TRL's "auto" pads on one kind of machine only, which megaspan does not run on
-    if isinstance(value, bool) or float(value) != int(value) or int(value) < 1:
-        raise ValueError
-    return int(value)
-
-
-def _warmup(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise ValueError
-    number = float(value)
-    if number < 0 or (number >= 1 and number != int(number)):
-        raise ValueError
-    return number
-
-
 class SFTConfig(BaseModel):
     """The settings of one fine-tuning run. Only `max_length` has no default.
 
@@ -108,7 +72,7 @@ class SFTConfig(BaseModel):
 
     output_dir: Text = Field("run", description="Folder of the run: metrics, checkpoints and the final model.")
     run_name: Text | None = Field(None, description="Name shown by trackers.")
-    resume_from_checkpoint: Annotated[bool | str, Allowed("true or a checkpoint folder")] | None = Field(
+    resume_from_checkpoint: Resume | None = Field(
         None, description="Continue from this checkpoint folder, or from the newest one of output_dir (true)."
     )
 
@@ -160,13 +124,13 @@ class SFTConfig(BaseModel):
     overlong: Literal["split", "truncate", "drop"] = Field(
         "split", description="Without packing, a document longer than max_length is split into rows, truncated or dropped."
     )
-    max_lost_tokens: Annotated[float, BeforeValidator(_lost), Allowed("a share from 0 to 1, or a number of tokens above 1")] = (
-        Field(0.01, description="Stop when more tokens than this would be lost: a share up to 1, a number of tokens above 1.")
+    max_lost_tokens: Lost = Field(
+        0.01, description="Stop when more tokens than this would be lost: a share up to 1, a number of tokens above 1."
     )
     eos_token: Text | None = Field(None, description="Token that ends a document; null is the tokenizer's own.")
-    pad_to_multiple_of: Annotated[
-        int | None, BeforeValidator(_padding), Allowed("a whole number of at least 1, auto or null")
-    ] = Field(None, description="Pad rows to a multiple of this (counted as padding); never needed.")
+    pad_to_multiple_of: Padding | None = Field(
+        None, description="Pad rows to a multiple of this (counted as padding); never needed."
+    )
     shuffle_dataset: bool = Field(False, description="Shuffle the documents before they are joined into rows.")
     train_sampling_strategy: Literal["random", "sequential"] = Field(
         "random", description="Order of the rows in an epoch: drawn anew each time, or as prepared."
@@ -175,17 +139,11 @@ class SFTConfig(BaseModel):
     per_device_train_batch_size: Count = Field(1, description="Rows per GPU in one micro-batch.")
     gradient_accumulation_steps: Count = Field(1, description="Micro-batches per optimizer step, weighted by their tokens.")
     num_train_epochs: Positive = Field(3.0, description="Passes over the rows.")
-    max_steps: Annotated[int, BeforeValidator(_max_steps), Allowed("a whole number of at least 1, or -1 for none")] = Field(
-        -1, description="Optimizer steps in place of num_train_epochs; -1 is none."
-    )
+    max_steps: StepLimit = Field(-1, description="Optimizer steps in place of num_train_epochs; -1 is none.")
     learning_rate: NotNegative = Field(2e-5, description="Peak learning rate.")
-    lr_scheduler_type: Annotated[Schedule, BeforeValidator(lambda value: getattr(value, "value", value))] = Field(
-        "linear", description="Schedule, by transformers' names."
-    )
+    lr_scheduler_type: Schedule = Field("linear", description="Schedule, by transformers' names.")
     lr_scheduler_kwargs: Mapping | None = Field(None, description="Arguments of the schedule, such as {min_lr_rate: 0.1}.")
-    warmup_steps: Annotated[
-        float, BeforeValidator(_warmup), Allowed("a whole number of steps, or a share of all steps below 1")
-    ] = Field(0.0, description="Steps of linear warm-up; below 1 a share of all steps.")
+    warmup_steps: Warmup = Field(0.0, description="Steps of linear warm-up; below 1 a share of all steps.")
     warmup_ratio: Share | None = Field(None, description="Warm-up as a share of all steps (older name).")
     optim: Literal["adamw_torch_fused", "adamw_torch"] = Field("adamw_torch_fused", description="AdamW of torch, fused or not.")
     weight_decay: NotNegative = Field(0.0, description="Decay, not applied to biases and norms.")
@@ -234,8 +192,7 @@ class SFTConfig(BaseModel):
     if not TYPE_CHECKING:  # type checkers see the fields in place of this signature
 
         def __init__(self, **options: Any) -> None:
-            fields = type(self).model_fields
-            values, errors = foreign.translate(options, tuple(fields))
+            values, written, errors = foreign.translate(options, type(self).model_fields)
             values, more = nested.check(values)
             errors += more
             wrong = {error.option for error in errors}
@@ -244,15 +201,25 @@ class SFTConfig(BaseModel):
                 super().__init__(**{"max_length": 1, **good})
             except ValidationError as found:
                 bad = {str(detail["loc"][0]) for detail in found.errors()}
-                errors += [_wrong_value(name, good[name]) for name in sorted(bad)]
+                errors += [_wrong_value(name, good[name]) for name in bad]
                 super().__init__(**{"max_length": 1, **{name: value for name, value in good.items() if name not in bad}})
-            if options.get("max_length") is None:
+            if values.get("max_length") is None:
                 errors = [error for error in errors if error.option != "max_length"]
                 errors.append(_no_length())
             errors += checks.combinations(self, {error.option for error in errors})
             if errors:
+                for error in errors:
+                    error.option = written.get(error.option or "", error.option)
                 order = {name: position for position, name in enumerate(options)}
                 raise UserErrors(sorted(errors, key=lambda error: order.get(error.option or "", len(order))))
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name.startswith("_"):
+                super().__setattr__(name, value)
+            else:
+                raise UserError(
+                    f"a configuration cannot be changed: {name}", do=f"Write config = config.replace({name}={value!r})"
+                )
 
     def replace(self, **changes: Any) -> SFTConfig:
         """A copy with some options changed, checked as a whole."""
@@ -300,14 +267,13 @@ class SFTConfig(BaseModel):
 
 def _wrong_value(name: str, value: Any) -> UserError:
     """One field's error: the sentence kept for this very value where there is one, else the legal values."""
-    shown = getattr(value, "value", value)
-    own = foreign.table()["values"].get(name, {}).get(str(shown))
+    own = foreign.table()["values"].get(name, {}).get(str(value))
     if own is not None:
-        return UserError(f"{name}: {own['why'].rstrip('.')}", got=shown, do=own.get("do"), option=name)
+        return UserError(f"{name}: {own['why'].rstrip('.')}", got=value, do=own.get("do"), option=name)
     allowed = allowed_of(name)
-    close = nearest(shown, allowed.replace(" or ", ", ").split(", ")) if isinstance(shown, str) else None
-    do = f"Did you mean {close}?" if close else "Put it in quotes" if isinstance(shown, float) and "text" in allowed else None
-    return UserError(f"{name} must be {allowed}", got="null" if shown is None else shown, do=do, option=name)
+    close = nearest(value, allowed.replace(" or ", ", ").split(", ")) if isinstance(value, str) else None
+    do = f"Did you mean {close}?" if close else "Put it in quotes" if isinstance(value, float) and "text" in allowed else None
+    return UserError(f"{name} must be {allowed}", got="null" if value is None else value, do=do, option=name)
 
 
 def allowed_of(name: str) -> str:

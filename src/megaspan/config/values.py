@@ -74,10 +74,6 @@ def _strategy(value: Any) -> Any:
     return "no" if value is False else value  # `save_strategy: no` is a boolean to an older YAML reader
 
 
-def _choice(value: Any) -> Any:
-    return value if isinstance(value, str) else str(getattr(value, "value", value))  # enumerations of transformers
-
-
 def _names(value: Any) -> tuple[str, ...]:
     if isinstance(value, str):
         value = [part.strip() for part in value.split(",")]
@@ -90,6 +86,37 @@ def _mapping(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
         raise ValueError
     return dict(value)
+
+
+def _lost(value: Any) -> float:
+    if isinstance(value, str):
+        try:
+            return float(parse_tokens(value))
+        except UserError:
+            pass  # 0.5 as text
+    number: float = _number(0, None, whole=False, open_low=False, open_high=False)(value)
+    return number
+
+
+def _step_limit(value: Any) -> int:
+    number: int = _number(-1, None, whole=True, open_low=False, open_high=False)(value)
+    if number == 0:
+        raise ValueError
+    return number
+
+
+def _padding(value: Any) -> int | None:
+    if value is None or value in ("auto", "none"):
+        return None  # TRL's "auto" pads on one kind of machine only, which megaspan does not run on
+    number: int = _number(1, None, whole=True, open_low=False, open_high=False)(value)
+    return number
+
+
+def _warmup(value: Any) -> float:
+    number: float = _number(0, None, whole=False, open_low=False, open_high=False)(value)
+    if number >= 1 and number != int(number):
+        raise ValueError
+    return number
 
 
 def _whole(low: int) -> BeforeValidator:
@@ -113,12 +140,17 @@ Steps = Annotated[int, _whole(1), Allowed("a whole number of steps, at least 1 (
 Positive = Annotated[float, _between(0, None, open_low=True), Allowed("a number above 0")]
 NotNegative = Annotated[float, _between(0, None), Allowed("a number of at least 0")]
 Share = Annotated[float, _between(0, 1, open_high=True), Allowed("a number from 0 up to, but not including, 1")]
+Warmup = Annotated[float, BeforeValidator(_warmup), Allowed("a whole number of steps, or a share of all steps below 1")]
+StepLimit = Annotated[int, BeforeValidator(_step_limit), Allowed("a whole number of at least 1, or -1 for none")]
+Lost = Annotated[float, BeforeValidator(_lost), Allowed("a share from 0 to 1, or a number of tokens above 1")]
+Padding = Annotated[int | None, BeforeValidator(_padding), Allowed("a whole number of at least 1, or auto")]
+Resume = Annotated[bool | str, Allowed("true or a checkpoint folder")]
 Text = Annotated[str, BeforeValidator(_text), Allowed("a text")]
 Names = Annotated[tuple[str, ...], BeforeValidator(_names), Allowed("a name or a list of names")]
 Datasets = Annotated[tuple[dict[str, Any], ...], Allowed("a list of datasets, each with a path")]
 Mapping = Annotated[dict[str, Any], BeforeValidator(_mapping), Allowed("a mapping of names to values")]
 Dtype = Annotated[Literal["bfloat16", "float32"], BeforeValidator(_dtype), Allowed("bfloat16 or float32")]
-Strategy = Annotated[Literal["no", "steps", "epoch"], BeforeValidator(_choice), BeforeValidator(_strategy)]
+Strategy = Annotated[Literal["no", "steps", "epoch"], BeforeValidator(_strategy)]
 
 
 def _trackers(value: Any) -> str | tuple[str, ...]:
