@@ -80,8 +80,9 @@ def load_model(config: SFTConfig, device: torch.device | str) -> LoadedModel:
         model = _random_model(model_config, device, dtype, config.seed)
         origin = f"random weights (seed {config.seed}): {source.name} is a shape without weights"
     else:
-        model = _pretrained_model(source, model_config, device, dtype, config.trust_remote_code)
+        model, unused = _pretrained_model(source, model_config, device, dtype, config.trust_remote_code)
         origin = f"commit {commit}" if source.kind == "hub" else f"folder {commit}"
+        origin += f", {unused} weights of the checkpoint are not used" if unused else ""
     if config.trust_remote_code:
         origin += ", with its own code (trust_remote_code)"
     check_trainable(model)
@@ -189,7 +190,8 @@ def _random_model(model_config: PretrainedConfig, device: torch.device, dtype: t
 
 def _pretrained_model(
     source: Source, model_config: PretrainedConfig, device: torch.device, dtype: torch.dtype, trust_remote_code: bool
-) -> PreTrainedModel:
+) -> tuple[PreTrainedModel, int]:
+    """The model, and how many weights of the checkpoint have no place in it."""
     # With accelerate, transformers reads every tensor straight onto the device; without, the host holds the model once.
     direct = device.type != "cpu" and importlib.util.find_spec("accelerate") is not None
     try:
@@ -215,7 +217,7 @@ def _pretrained_model(
             got=", ".join(missing[:3]) + (", …" if len(missing) > 3 else ""),
             do="Check model_init_kwargs and the folder; the checkpoint is of another model or incomplete",
         )
-    return _moved(model, device)
+    return _moved(model, device), len(info["unexpected_keys"])
 
 
 def _moved(model: Any, device: torch.device) -> Any:

@@ -82,7 +82,7 @@ class Levers:
     def read_back(self) -> Iterator[tuple[str, str, str]]:
         """Lines of the run header, (lever, value, reason), of what is on the live model."""
         for choice in (self.kernel, *self.kernel.also):
-            yield "attention", choice.name, choice.reason
+            yield "attention", choice.name, f"{choice.reason}. {choice.loud}" if choice.loud else choice.reason
         tiles = (
             "all logits at once"
             if self.settings.loss_type == "nll"
@@ -149,6 +149,8 @@ def unprepare(model: Model) -> Model:
     if state.checkpointing is not None:
         state.checkpointing.remove()
     inner.set_attn_implementation(state.settings.plain_attention)
+    for module in inner.modules():
+        module.__dict__.pop("megaspan_kernels", None)  # what attention.install left on the layers
     del inner.forward
     del inner.__dict__[_STATE]
     return model

@@ -12,10 +12,12 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PretrainedConfig
 
 from megaspan.human import UserError, nearest
 from megaspan.model.kinds import check_class, check_config
+from megaspan.plan.facts import shape_names
 
 if TYPE_CHECKING:
     from megaspan.config import SFTConfig
@@ -59,9 +61,8 @@ def find_source(config: SFTConfig) -> Source:
         return Source(name, str(path), "shape")
     if path.is_dir():
         return _folder(name, path)
-    shipped = {shape.lower(): shape for shape in shape_names()}
-    if name.lower() in shipped:
-        return Source(name, str(_shapes() / f"{shipped[name.lower()]}.json"), "shape")
+    if name in shape_names():
+        return Source(name, str(resources.files("megaspan.plan") / "shapes" / f"{name}.json"), "shape")
     if name.startswith(("/", "./", "../", "~")) or name.count("/") > 1:
         raise UserError(f"the model folder {name} does not exist")
     if "/" not in name and (close := nearest(name, shape_names())):
@@ -69,11 +70,6 @@ def find_source(config: SFTConfig) -> Source:
             f"{name} is neither a folder nor a shape", do=f"Did you mean {close}? A hub name has the form owner/{name}"
         )
     return Source(name, name, "hub", config.model_revision)
-
-
-def shape_names() -> tuple[str, ...]:
-    """The names of the shapes that come with the package."""
-    return tuple(sorted(path.stem for path in _shapes().glob("*.json")))
 
 
 def read_config(source: Source, *, trust_remote_code: bool) -> PretrainedConfig:
@@ -86,7 +82,7 @@ def read_config(source: Source, *, trust_remote_code: bool) -> PretrainedConfig:
         config = AutoConfig.from_pretrained(
             source.place, revision=source.revision or "main", trust_remote_code=trust_remote_code
         )
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         raise unreadable(source, error) from error
     check_config(config.to_dict(), source.name)
     if not trust_remote_code:
@@ -110,8 +106,16 @@ def apply_overrides(config: PretrainedConfig, overrides: dict[str, Any]) -> None
             )
         try:
             setattr(config, key, value)
-        except (TypeError, ValueError) as error:
-            raise UserError(f"model_init_kwargs: {key} cannot have this value ({first_line(error)})", got=value) from error
+        except (TypeError, ValueError, StrictDataclassError) as error:
+            raise UserError(f"model_init_kwargs: {key} cannot have this value", got=value) from error
+    layers, types = getattr(config, "num_hidden_layers", None), getattr(config, "layer_types", None)
+    if isinstance(layers, int) and types and len(types) > layers and "layer_types" not in overrides:
+        config.layer_types = list(types[:layers])  # fewer layers are the first ones
+    try:
+        config.validate()
+    except StrictDataclassError as error:
+        words = " ".join(line.strip() for line in str(error).splitlines()[1:]) or str(error)
+        raise UserError(f"model_init_kwargs: {', '.join(overrides)} do not go together with the model: {words}") from error
 
 
 def commit_of(source: Source, config: PretrainedConfig) -> str:
@@ -163,7 +167,3 @@ def _folder(name: str, path: Path) -> Source:
             do="Convert it once, in a place you trust: model.save_pretrained(...) writes safetensors",
         )
     return Source(name, str(path / "config.json"), "shape")
-
-
-def _shapes() -> Path:
-    return Path(str(resources.files("megaspan.plan"))) / "shapes"
