@@ -1,0 +1,48 @@
+"""Tables of cases in which every pair of settings meets at least once.
+
+Six settings of two to six values have hundreds of combinations; most faults of such a cross need two of them at once, and a
+table of all pairs has two dozen rows. Greedy: each new row takes, setting by setting, the value that covers most open pairs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Case = dict[str, Any]
+
+
+def cross(factors: Mapping[str, Sequence[Any]]) -> list[Case]:
+    """Every combination."""
+    return [dict(zip(factors, values, strict=True)) for values in itertools.product(*factors.values())]
+
+
+def pairwise(factors: Mapping[str, Sequence[Any]], seed: int = 0) -> list[Case]:
+    """Combinations that hold every pair of values of every two settings; the same ones for the same seed."""
+    generator = random.Random(seed)
+    names = list(factors)
+    open_pairs = {
+        frozenset([(a, x), (b, y)]) for a, b in itertools.combinations(names, 2) for x in factors[a] for y in factors[b]
+    }
+    table = []
+    while open_pairs:
+        first = generator.choice(sorted(map(sorted, open_pairs), key=repr))
+        case: Case = dict(first)
+        for name in sorted((name for name in names if name not in case), key=lambda name: -len(factors[name])):
+            values = list(factors[name])
+            generator.shuffle(values)
+            case[name] = max(values, key=lambda value: sum(_pair(name, value, item) in open_pairs for item in case.items()))
+        open_pairs -= {frozenset(pair) for pair in itertools.combinations(case.items(), 2)}
+        table.append({name: case[name] for name in names})
+    return table
+
+
+def _pair(name: str, value: Any, item: tuple[str, Any]) -> frozenset[tuple[str, Any]]:
+    return frozenset([(name, value), item])
+
+
+def name_of(case: Case) -> str:
+    """A readable test id."""
+    return "-".join(f"{name}={value}" if isinstance(value, bool | int) else str(value) for name, value in case.items())
