@@ -1,0 +1,85 @@
+"""The run header: what will really run, line by line, each with its reason.
+
+Options that are accepted, printed and not applied are the most reported fault of long-context training (cases R93, R94), so
+the header shows values read back from the live run, why each was chosen, and marks the lines that can spoil a result or cost
+a lot of time.
+"""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.text import Text
+
+_VALUE_WIDTH = 34
+_GAP = "  "
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of the header.
+
+    Attributes:
+        label: what it is about, a word or two; lines that follow with the same label are printed without it.
+        value: what was measured or chosen; anything with a `str`.
+        reason: why, or what goes with it.
+        loud: marked, for what can spoil the result or is much slower than it could be.
+    """
+
+    label: str
+    value: Any
+    reason: str = ""
+    loud: bool = False
+
+
+def print_header(lines: Iterable[Line], *, title: str | None = None, file: TextIO | None = None) -> None:
+    """Prints the lines as one aligned block, on stderr unless `file` is given.
+
+    On a terminal long reasons wrap under their column; elsewhere a line stays one line, without colour.
+    """
+    console = Console(file=file or sys.stderr, highlight=False, soft_wrap=True)
+    width = console.width if console.is_terminal else None
+    if title:
+        console.print(Text(title, style="bold"))
+    for text in render(list(lines), width):
+        console.print(text)
+
+
+def render(lines: list[Line], width: int | None) -> list[Text]:
+    """The block as styled text, at most `width` columns wide; None for one line each."""
+    label_width = max((len(line.label) for line in lines), default=0)
+    value_width = min(_VALUE_WIDTH, max((len(str(line.value)) for line in lines), default=0))
+    indent = " " * (2 + label_width + len(_GAP))
+    block, previous = [], None
+    for line in lines:
+        label = "" if width and line.label == previous and not line.loud else line.label
+        previous = line.label
+        text = Text()
+        text.append("! " if line.loud else "  ", style="bold red" if line.loud else "")
+        text.append(label.ljust(label_width) + _GAP, style="bold red" if line.loud else "cyan")
+        value, reason = str(line.value), line.reason
+        style = "bold red" if line.loud else "bold"
+        if width is None:
+            text.append(value.ljust(value_width) if reason else value, style=style)
+            text.append(f"{_GAP}{reason}" if reason else "")
+        else:
+            room = max(width - len(indent), 20)
+            reason_column = value_width + len(_GAP)
+            beside = len(value) <= value_width and room - reason_column >= 40
+            for number, piece in enumerate(textwrap.wrap(value, room) or [""]):
+                text.append(("\n" + indent if number else "") + piece, style=style)
+            if reason and beside:
+                pieces = textwrap.wrap(reason, room - reason_column)
+                text.append(" " * (reason_column - len(value)) + pieces[0], style="red" if line.loud else "dim")
+                for piece in pieces[1:]:
+                    text.append("\n" + indent + " " * reason_column + piece, style="red" if line.loud else "dim")
+            elif reason:
+                for piece in textwrap.wrap(reason, room - 2):
+                    text.append("\n" + indent + "  " + piece, style="red" if line.loud else "dim")
+        block.append(text)
+    return block
