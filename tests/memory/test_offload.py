@@ -97,6 +97,7 @@ def test_room_that_is_still_being_read_is_not_overwritten(monkeypatch: pytest.Mo
     lanes = Lanes(0)
     inputs = LayerInputs(CPU, in_flight=0, backend=lanes)
     monkeypatch.setattr(offload, "_copy", lanes.copy)
+    inputs.reserve(2 * LAYERS, 40 * 3 * 4)
     first, second = row(1, 40), row(2, 40)
     saved = forward(inputs, first)
     inputs.unpack(saved.pop())
