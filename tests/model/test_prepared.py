@@ -324,6 +324,33 @@ def test_a_row_past_the_positions_is_refused() -> None:
     prepare(tiny("qwen3", max_position_embeddings=64), settings(max_length=300, allow_past_window=True), plan())(**batch(65))
 
 
+def test_documents_of_a_packed_row_have_positions_of_their_own() -> None:
+    model = prepare(tiny("qwen3", max_position_embeddings=64), settings(max_length=64), plan())
+    positions = torch.arange(90)[None] % 45
+    assert float(model(**batch(90), position_ids=positions).loss.detach()) > 0
+    with pytest.raises(UserError, match="90 tokens is longer"):
+        model(**batch(45), position_ids=positions[:, :45] + 45)
+
+
+def test_without_a_plan_the_planner_makes_one() -> None:
+    model = prepare(tiny("qwen3"), settings())
+    assert levers(model).plan.loss_tile_tokens == levers(model).settings.tile_tokens > 0
+    assert levers(model).checkpointing is not None
+    assert levers(prepare(tiny("qwen3"), settings(gradient_checkpointing=False))).checkpointing is None
+    want = float(tiny("qwen3")(**batch(LENGTH)).loss.detach())
+    assert step(model, **batch(LENGTH))[0] == pytest.approx(want, rel=1e-6)
+    levers(model).reserve(model, 256)
+    assert levers(model).checkpointing.stats().host_bytes >= 256 * 64 * 4
+
+
+@pytest.mark.parametrize("key", ["output_hidden_states", "output_attentions"])
+def test_a_model_that_keeps_everything_is_refused(key: str) -> None:
+    model = tiny("qwen3")
+    setattr(model.config, key, True)
+    with pytest.raises(UserError, match=key):
+        prepare(model, settings(), plan())
+
+
 def test_full_logits_that_cannot_fit_are_refused() -> None:
     """R58."""
     how = plan()

@@ -5,9 +5,10 @@ with offload, the loss in tiles), also in somebody's own loop; `wrap_lora` puts 
 """
 
 from megaspan.model.forward import LongOutput
+from megaspan.model.kinds import unwrap
 from megaspan.model.load import LoadedModel, adopt_model, load_model, load_tokenizer
 from megaspan.model.lora import wrap_lora
-from megaspan.model.prepared import Levers, levers, prepare, unprepare, unwrap
+from megaspan.model.prepared import Levers, levers, prepare, unprepare
 
 __all__ = [
     "Levers",

@@ -125,13 +125,14 @@ def _with_labels(model: Any, settings: Settings, arguments: dict[str, Any]) -> A
         raise UserError("labels need either input_ids or inputs_embeds with them")
     rows, length = tokens_b.shape[:2]
     shifted_bT = _shifted_labels(arguments, rows, length)
-    _check_place(model, settings, tokens_b, length)
+    _check_place(model, settings, tokens_b)
     pieces = cut(rows, length, attention_mask=arguments.get("attention_mask"), position_ids=arguments.get("position_ids"))
     check_covered(shifted_bT, pieces)
+    _check_window(settings, pieces, arguments.get("position_ids"))
 
     hidden_tE, routers = _backbone(model, arguments, pieces, router=extra["output_router_logits"])
     labels_t = torch.cat([shifted_bT[piece.row, piece.start : piece.stop] for piece in pieces])
-    labels_t = labels_t.to(hidden_tE.device)
+    labels_t = labels_t.to(hidden_tE.device, torch.int64)
     head = head_of(model)
     if settings.loss_type == "nll":
         check_logits_fit(hidden_tE.shape[0], head.weight_VE.shape[0], free_bytes(hidden_tE.device, settings.host_bytes))
@@ -177,12 +178,10 @@ def _shifted_labels(arguments: dict[str, Any], rows: int, length: int) -> torch.
     return labels.clone() if name == "shift_labels" else shift(labels)
 
 
-def _check_place(model: PreTrainedModel, settings: Settings, tokens_b: torch.Tensor, length: int) -> None:
+def _check_place(model: PreTrainedModel, settings: Settings, tokens_b: torch.Tensor) -> None:
     device = device_of(model)
     if tokens_b.device != device:
         raise UserError(f"the batch lies on {tokens_b.device} and the model on {device}", do=f"Move the batch to {device}")
-    if settings.window is not None and length > settings.window:
-        raise past_window(length, settings.window)
     if settings.checkpoint_seam is not None:
         layer, function = settings.checkpoint_seam
         if layer.__dict__.get("_gradient_checkpointing_func") is not function:
@@ -190,6 +189,15 @@ def _check_place(model: PreTrainedModel, settings: Settings, tokens_b: torch.Ten
                 "gradient checkpointing was switched on again after prepare, which put the offload out of action",
                 do="Set gradient_checkpointing=False in TrainingArguments: a prepared model checkpoints by itself",
             )
+
+
+def _check_window(settings: Settings, pieces: tuple[Piece, ...], position_ids: torch.Tensor | None) -> None:
+    """Refuse positions that the model does not have; those of a packed row start again with each document."""
+    if settings.window is None:
+        return
+    last = max((piece.stop for piece in pieces), default=0) if position_ids is None else int(position_ids.max()) + 1
+    if last > settings.window:
+        raise past_window(last, settings.window)
 
 
 def _backbone(
@@ -204,7 +212,7 @@ def _backbone(
     hidden: list[torch.Tensor] = []
     routers: list[tuple[torch.Tensor, ...]] = []
     for piece in pieces:
-        out = backbone(**_piece_inputs(arguments, piece), use_cache=False, **more)
+        out = backbone(**_piece_inputs(arguments, piece), use_cache=False, return_dict=True, **more)
         hidden.append(out.last_hidden_state[0])
         if want_router:
             routers.append(out.router_logits)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -99,6 +100,9 @@ def check_trainable(model: PreTrainedModel) -> None:
                 f"{name} has {key}: {config[key]}, and dropout inside attention is not supported",
                 do=f"Set model_init_kwargs: {{{key}: 0.0}}",
             )
+    for key in ("output_hidden_states", "output_attentions"):
+        if config.get(key):
+            raise UserError(f"{name} has {key}: true, which keeps every layer's", do=f"Set model.config.{key} = False")
     if any(parameter.is_meta for parameter in model.parameters()):
         raise UserError(f"{name} has no weights yet (it lies on the meta device)", do="Load or initialise it first")
 
@@ -114,3 +118,16 @@ def _check_attention(model_class: Any, name: str) -> None:
             f"{name} ({model_class.__name__}) computes attention in its own code, where no other kernel can go",
             allowed="models on transformers' AttentionInterface",
         )
+
+
+def unwrap(model: torch.nn.Module) -> PreTrainedModel:
+    """The transformers model itself, without peft around it.
+
+    Raises:
+        UserError: there is none.
+    """
+    inner: Any = model
+    inner = inner.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else inner
+    if not isinstance(inner, PreTrainedModel):
+        raise UserError("only transformers models can be prepared", got=type(inner).__name__)
+    return inner

@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from megaspan.human import UserError
-from megaspan.model.kinds import check_trainable
+from megaspan.model.kinds import check_trainable, unwrap
 from megaspan.model.source import Source, apply_overrides, commit_of, find_source, first_line, read_config, unreadable
 from megaspan.rope import RopeChoice, RopeReadback, read_back, require_exact, resolve_rope
 
@@ -101,8 +101,13 @@ def load_model(config: SFTConfig, device: torch.device | str) -> LoadedModel:
     )
 
 
-def adopt_model(model: PreTrainedModel, config: SFTConfig, device: torch.device | str) -> LoadedModel:
+def adopt_model(model: Any, config: SFTConfig, device: torch.device | str) -> LoadedModel:
     """Take a model that the user has made; it is moved to `device`, and its positions must cover `max_length` as they are.
+
+    Args:
+        model: a transformers model, or a LoRA model of peft around one.
+        config: `max_length` and `allow_past_window`.
+        device: where to train.
 
     Raises:
         UserError: `config` also asks for changes that only loading can make, or the model is of a kind that is not supported.
@@ -113,18 +118,19 @@ def adopt_model(model: PreTrainedModel, config: SFTConfig, device: torch.device 
             f"model_init_kwargs ({', '.join(asked)}) cannot change a model that exists already",
             do="Pass the model's name instead of the model, or set them when you load it",
         )
-    check_trainable(model)
-    rope = resolve_rope(model.config.to_dict(), None, config.max_length, config.allow_past_window)
-    name = getattr(model.config, "_name_or_path", "") or type(model).__name__
+    inner = unwrap(model)
+    check_trainable(inner)
+    rope = resolve_rope(inner.config.to_dict(), None, config.max_length, config.allow_past_window)
+    name = getattr(inner.config, "_name_or_path", "") or type(inner).__name__
     return LoadedModel(
         model=_moved(model, torch.device(device)).train(),
         tokenizer=None,
-        facts=_facts(model.config),
+        facts=_facts(inner.config),
         name=name,
-        commit=str(getattr(model.config, "_commit_hash", None) or "unknown"),
+        commit=str(getattr(inner.config, "_commit_hash", None) or "unknown"),
         origin="given as an object",
         rope=rope,
-        rope_readback=require_exact(read_back(model)),
+        rope_readback=require_exact(read_back(inner)),
         random_weights=False,
     )
 

@@ -25,7 +25,7 @@ from megaspan.model.forward import (
     long_forward,
     signature_of,
 )
-from megaspan.model.kinds import check_trainable
+from megaspan.model.kinds import check_trainable, unwrap
 from megaspan.model.limits import check_logits_fit, device_of, free_bytes, past_window
 from megaspan.model.lora import check_adapter
 
@@ -160,19 +160,6 @@ def levers(model: torch.nn.Module) -> Levers | None:
     """The levers on this model, or None where it was not prepared."""
     state: Levers | None = unwrap(model).__dict__.get(_STATE)
     return state
-
-
-def unwrap(model: torch.nn.Module) -> PreTrainedModel:
-    """The transformers model itself, without peft around it.
-
-    Raises:
-        UserError: there is none.
-    """
-    inner: Any = model
-    inner = inner.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else inner
-    if not isinstance(inner, PreTrainedModel):
-        raise UserError("only transformers models can be prepared", got=type(inner).__name__)
-    return inner
 
 
 def _plan(model: PreTrainedModel, args: SFTConfig) -> Plan:
