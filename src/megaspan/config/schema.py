@@ -267,7 +267,7 @@ class SFTConfig(BaseModel):
 
 def _wrong_value(name: str, value: Any) -> UserError:
     """One field's error: the sentence kept for this very value where there is one, else the legal values."""
-    own = foreign.table()["values"].get(name, {}).get(str(value))
+    own = foreign.table()["values"].get(name, {}).get(str(value).removeprefix("torch."))
     if own is not None:
         return UserError(f"{name}: {own['why'].rstrip('.')}", got=value, do=own.get("do"), option=name)
     allowed = allowed_of(name)
