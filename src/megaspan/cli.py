@@ -247,13 +247,20 @@ def _judge(error: BaseException) -> tuple[int, list[str]]:
         return WRONG, [str(error), *notes]
     if isinstance(error, ModuleNotFoundError) and (extra := missing_extra(error.name or "")) is not None:
         return WRONG, [str(extra)]
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's, which may not be loaded
+    if _is_out_of_memory(error):
         first = (str(error).strip().splitlines() or ["no memory left on the host"])[0]
         return OUT_OF_MEMORY, [f"out of memory: {first}", *notes, "megaspan plan with this file shows what fits"]
     signum = signal.SIGINT if isinstance(error, KeyboardInterrupt) else getattr(error, "signum", None)
     if signum is not None:
         return 128 + int(signum), [f"interrupted by {signal.Signals(signum).name}", *notes]
     return FAILED, [f"{type(error).__name__}: {error}", *notes]
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Python's, torch's (by name: torch may not be loaded), and the driver's when it cannot pin host memory."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and "out of memory" in str(error)
 
 
 # Help and results

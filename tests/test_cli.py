@@ -1,0 +1,234 @@
+"""The verbs as a user types them: exit codes, one sentence an error, result on stdout and nothing else."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+
+import pytest
+
+from megaspan import cli
+from megaspan.config import SFTConfig
+from megaspan.human import UserError
+
+
+@pytest.fixture
+def verb(monkeypatch):
+    """Puts a made-up module in place of the one a verb calls: verb("megaspan.trainer", run=...)."""
+
+    def put(name: str, **functions):
+        module = types.ModuleType(name)
+        for function, body in functions.items():
+            setattr(module, function, body)
+        monkeypatch.setitem(sys.modules, name, module)
+        parent, _, child = name.rpartition(".")
+        monkeypatch.setattr(sys.modules[parent] if parent in sys.modules else __import__(parent), child, module, raising=False)
+
+    return put
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("max_length: 4k\nmodel_name_or_path: qwen3-0.6b\ndataset_name: book.txt\n")
+    return str(path)
+
+
+def failing(error: BaseException):
+    def run(*_):
+        raise error
+
+    return run
+
+
+class Plan:
+    def __init__(self, fits: bool) -> None:
+        self.fits = fits
+
+    def render(self) -> str:
+        return "the plan"
+
+    def as_dict(self) -> dict[str, bool]:
+        return {"fits": self.fits}
+
+
+def test_help_names_every_verb_and_is_fast():
+    began = time.monotonic()
+    shown = subprocess.run([sys.executable, "-m", "megaspan", "--help"], capture_output=True, text=True, check=True)
+    seconds = time.monotonic() - began
+    for name in cli.VERBS:
+        assert f"megaspan {name}" in shown.stdout
+    assert seconds < 5  # half a second on an idle machine; the next test says why
+    code = "import sys; from megaspan import cli; cli.main(['train', '--help']); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+
+
+def test_the_help_of_train_prints_every_option_with_its_documentation(capsys):
+    assert cli.main(["train", "--help"]) == 0
+    shown = capsys.readouterr().out
+    flat = " ".join(shown.split())
+    for name, option in SFTConfig.model_fields.items():
+        assert f"--{name}\n" in shown
+        assert option.description in flat
+    assert "default 2e-5" in flat
+    assert "\nData\n" in shown
+
+
+@pytest.mark.parametrize("name", list(cli.VERBS))
+def test_every_verb_has_help(name, capsys):
+    assert cli.main([name, "-h"]) == 0
+    assert f"megaspan {name}" in capsys.readouterr().out
+
+
+def test_train_gets_the_configuration_and_prints_the_result(verb, config, capsys):
+    seen = []
+    verb("megaspan.trainer", run=lambda given: seen.append(given) or {"loss": 4.3, "model": "run/model"})
+    assert cli.main(["train", config, "--seed", "7", "--nproc", "1"]) == 0
+    assert (seen[0].seed, seen[0].max_length) == (7, 4096)
+    assert capsys.readouterr().out == "loss: 4.3\nmodel: run/model\n"
+
+
+def test_json_leaves_stdout_to_the_result(verb, config, capsys):
+    def run(_):
+        print("a library talks")
+        return {"path": Path("run/model"), "steps": 12}
+
+    verb("megaspan.trainer", run=run)
+    assert cli.main(["train", config, "--json"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out) == {"path": "run/model", "steps": 12}
+    assert "a library talks" in captured.err
+
+
+@pytest.mark.parametrize(("fits", "code"), [(True, 0), (False, 1)])
+def test_plan_says_by_its_exit_code_whether_it_fits(verb, config, capsys, fits, code):
+    verb("megaspan.plan", plan_command=lambda given, machine: Plan(fits and machine.host_bytes > 0))
+    assert cli.main(["plan", config]) == code
+    assert capsys.readouterr().out == "the plan\n"
+    assert cli.main(["plan", config, "--json"]) == code
+    assert json.loads(capsys.readouterr().out) == {"fits": fits}
+
+
+@pytest.mark.parametrize(("flags", "show"), [([], None), (["--show", "3"], 3), (["--show=0", "--seed", "1"], 0)])
+def test_data_shows_a_row(verb, config, capsys, flags, show):
+    verb("megaspan.data", data_command=lambda given, row: {"row": row}, render=lambda result: f"row {result['row']}")
+    assert cli.main(["data", config, *flags]) == 0
+    assert capsys.readouterr().out == f"row {show}\n"
+
+
+def test_eval_and_export_pass_on_what_was_typed(verb, capsys):
+    verb("megaspan.evaluate", evaluate_command=lambda what, flags: {"what": what, "flags": flags})
+    assert cli.main(["eval", "run", "--max_length", "1M", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"what": "run", "flags": ["--max_length", "1M"]}
+    verb("megaspan.store", export=lambda run, out: Path(out))
+    assert cli.main(["export", "run", "folder"]) == 0
+    assert capsys.readouterr().out.startswith("folder ")
+
+
+def test_env_needs_nothing(capsys):
+    assert cli.main(["env", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["versions"]["torch"]
+    assert cli.main(["env"]) == 0
+    assert "host_memory: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["trian", "x.yaml"], "Did you mean megaspan train?"),
+        (["train"], "there is no configuration"),
+        (["train", "no.yaml"], "there is no file"),
+        (["train", "a.yaml", "b.yaml"], "usage: megaspan train"),
+        (["eval"], "usage: megaspan eval"),
+        (["export", "run"], "usage: megaspan export"),
+        (["env", "--seed", "1"], "--seed is not a flag here"),
+        (["train", "--nproc", "8", "--max_length", "4k"], "--nproc must be 1"),
+        (["train", "--nproc", "all", "--max_length", "4k"], "--nproc must be a whole number"),
+        (["train", "--max_length"], "max_length must be"),
+        (["data", "--show", "x", "--max_length", "4k"], "--show must be a whole number"),
+        (["--verbose"], "has no verb"),
+    ],
+)
+def test_a_wrong_command_is_one_sentence_and_exit_code_2(words, sentence, capsys):
+    assert cli.main(words) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert sentence in captured.err
+    assert captured.err.count("\n") == 1
+    assert "Traceback" not in captured.err
+
+
+def test_all_errors_of_a_file_come_at_once(tmp_path, capsys):
+    path = tmp_path / "run.yaml"
+    path.write_text("max_length: 12q\nlerning_rate: 1\nfp16: true\n")
+    assert cli.main(["train", str(path), "--json"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 3
+    assert json.loads(captured.out)["exit_code"] == 2
+    assert len(json.loads(captured.out)["errors"]) == 3
+
+
+class OutOfMemoryError(RuntimeError):
+    """Stands for torch's class of this name."""
+
+
+def with_note(error: BaseException, note: str) -> BaseException:
+    error.add_note(note)
+    return error
+
+
+class Interrupted(Exception):
+    signum = signal.SIGTERM
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "sentences"),
+    [
+        (UserError("no", do="Do yes"), 2, ["no. Do yes."]),
+        (with_note(OutOfMemoryError("CUDA out of memory. Tried 3 GiB\nmore"), "in the backward of layer 3"), 3,
+         ["out of memory: CUDA out of memory. Tried 3 GiB", "in the backward of layer 3", "megaspan plan"]),
+        (RuntimeError("CUDA error: out of memory"), 3, ["out of memory: CUDA error"]),
+        (MemoryError(), 3, ["no memory left on the host"]),
+        (KeyboardInterrupt(), 130, ["interrupted by SIGINT"]),
+        (Interrupted("SIGTERM"), 143, ["interrupted by SIGTERM"]),
+        (ModuleNotFoundError("No module named 'peft'", name="peft"), 2, ["pip install 'megaspan[lora]'"]),
+        (ModuleNotFoundError("No module named 'foo'", name="foo"), 1, ["Traceback", "foo"]),
+        (ValueError("a fault of ours"), 1, ["Traceback", "ValueError: a fault of ours"]),
+    ],
+)  # fmt: skip
+def test_every_kind_of_failure_has_its_exit_code(verb, config, capsys, error, code, sentences):
+    verb("megaspan.trainer", run=failing(error))
+    assert cli.main(["train", config]) == code
+    shown = capsys.readouterr().err
+    for sentence in sentences:
+        assert sentence in shown
+    assert ("Traceback" in shown) == (code == 1)
+
+
+def test_torch_s_own_out_of_memory_error_is_recognised(verb, config, capsys):
+    import torch
+
+    verb("megaspan.trainer", run=failing(torch.OutOfMemoryError("CUDA out of memory")))
+    assert cli.main(["train", config]) == 3
+
+
+def test_a_reader_that_stops_reading_is_no_error():
+    command = f"{sys.executable} -m megaspan train --help | head -1; exit ${{PIPESTATUS[0]}}"
+    ran = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0
+    assert ran.stderr == ""
+
+
+def test_version(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("megaspan 0.")
+
+
+def test_no_words_at_all_show_the_help(capsys):
+    assert cli.main([]) == 2
+    assert "megaspan train" in capsys.readouterr().out
