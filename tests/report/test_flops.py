@@ -30,7 +30,9 @@ def test_the_linear_part_is_what_torch_counts_and_attention_half_of_a_full_squar
     counts = {str(operation): count for operation, count in counter.get_flop_counts()["Global"].items()}
     linear = counts.get("aten.mm", 0) + counts.get("aten.addmm", 0)
     assert linear == 6 * linear_weights(facts) * tokens
-    assert counts["aten.bmm"] == 12 * facts.layers * facts.heads * facts.head_dim * tokens**2
+    square = 12 * facts.layers * facts.heads * facts.head_dim * tokens**2
+    rotary = facts.head_dim * tokens  # transformers 5.17 makes the phases by a product
+    assert counts["aten.bmm"] in (square, square + rotary)
     pairs = sum(attended_pairs(tokens, facts.span(layer)) for layer in range(facts.layers))
     assert model_flops(facts, tokens) == linear + 12 * facts.heads * facts.head_dim * pairs
 

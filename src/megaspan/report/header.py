@@ -44,10 +44,8 @@ def print_header(lines: Iterable[Line], *, title: str | None = None, file: TextI
     """
     console = Console(file=file or sys.stderr, highlight=False, soft_wrap=True)
     width = console.width if console.is_terminal else None
-    if title:
-        console.print(Text(title, style="bold"))
-    for text in render(list(lines), width):
-        console.print(text)
+    block = [Text(title, style="bold")] if title else []
+    console.print(Text("\n").join([*block, *render(list(lines), width)]))  # at once: a notebook makes an output of every print
 
 
 def render(lines: list[Line], width: int | None) -> list[Text]:

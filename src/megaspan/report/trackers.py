@@ -7,9 +7,11 @@ in each of them.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import json
+import sys
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -129,10 +131,12 @@ class _Trackio:
     def __init__(self, state: Mapping[str, str], config: Mapping[str, Any]) -> None:
         import trackio
 
-        self._run = trackio.init(project="megaspan", name=state["name"], resume="allow", config=dict(config), embed=False)
+        with contextlib.redirect_stdout(sys.stderr):  # results only on stdout
+            self._run = trackio.init(project="megaspan", name=state["name"], resume="allow", config=dict(config), embed=False)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
 
     def close(self, failed: bool) -> None:
-        self._run.finish()
+        with contextlib.redirect_stdout(sys.stderr):
+            self._run.finish()
