@@ -1,7 +1,7 @@
 """Places that hold documents, each yielding one document at a time: the interface, text files, JSON lines.
 
 A corpus for million-token rows is tens of gigabytes and one of its documents can be hundreds of megabytes, so nothing here
-holds more than one document. JSON lines are read by their own offsets, without a second copy in another format. `tables` has more.
+holds more than one document. JSON lines are read by their own offsets, without a second copy in another format.
 """
 
 from __future__ import annotations

@@ -157,12 +157,13 @@ class _Reader:
         while match := _QUANTIFIER.match(self.text, self.at):
             self.at = match.end()
             quantifier = match[0]
-            if quantifier in "*+" or quantifier[0] == "{":
+            counted = quantifier[0] == "{"
+            if quantifier in "*+" or counted:  # {m,n} as any number from m: more paths, never fewer
                 for index in part.last:
                     self.follow[index] |= part.first
-            if quantifier in "*?" or quantifier[0] == "{":
-                part = _Part(True, part.first, part.last)  # {m,n} counted as possibly empty: more paths, never fewer
-            if quantifier[0] == "{":
+            if quantifier in "*?" or (counted and not re.match(r"\{0*[1-9]", quantifier)):
+                part = _Part(True, part.first, part.last)
+            if counted:
                 self.plain = False
             if self._accept("?"):
                 continue  # lazy: the same paths, tried in another order

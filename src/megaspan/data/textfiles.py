@@ -19,8 +19,8 @@ CODE = (
     "svelte", "rb", "php", "pl", "pm", "lua", "r", "rmd", "jl", "swift", "cs", "fs", "fsx", "vb", "hs", "ml", "mli", "ex",
     "exs", "erl", "hrl", "el", "lisp", "scm", "rkt", "sh", "bash", "zsh", "fish", "ps1", "bat", "cmd", "sql", "html", "htm",
     "css", "scss", "sass", "less", "yaml", "yml", "toml", "ini", "cfg", "conf", "cmake", "mk", "proto", "thrift", "graphql",
-    "dart", "zig", "nim", "d", "v", "sv", "vhd", "vhdl", "asm", "s", "f", "f90", "f95", "f03", "for", "pas", "ada", "adb", "ads", "tf",
-    "hcl", "nix", "bzl", "cob", "sol", "metal", "glsl", "wgsl", "hlsl", "xsl", "dtd", "xsd", "tcl", "awk", "sed",
+    "dart", "zig", "nim", "d", "v", "sv", "vhd", "vhdl", "asm", "s", "f", "f90", "f95", "f03", "for", "pas", "ada", "adb",
+    "ads", "tf", "hcl", "nix", "bzl", "cob", "sol", "metal", "glsl", "wgsl", "hlsl", "xsl", "dtd", "xsd", "tcl", "awk", "sed",
     "diff", "patch",
 )  # fmt: skip
 NAMES = (
