@@ -60,5 +60,8 @@ def test_a_read_only_folder_is_a_sentence(tmp_path):
 def test_a_state_that_cannot_be_saved_is_found_before_the_first_step(tmp_path):
     model, optimizer = start()
     optimizer.schedule.callback = object()
-    with pytest.raises(TypeError, match=r"state\.schedule\.callback"):
+    with pytest.raises(TypeError, match=r"state\.optimizer\.schedule\.callback"):
         rehearse_save(tmp_path, model=model, optimizer=optimizer, optimizer_bytes=0, saves=1)
+    model, optimizer = start()
+    with pytest.raises(TypeError, match=r"state\.progress\.callbacks"):
+        rehearse_save(tmp_path, model=model, optimizer=optimizer, optimizer_bytes=0, saves=1, progress={"callbacks": object()})

@@ -7,8 +7,10 @@ takes is printed.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -51,6 +53,8 @@ def rehearse_save(
     saves: int,
     keep: int | None = None,
     dtype: torch.dtype | None = None,
+    progress: Mapping[str, Any] | None = None,
+    identity: Mapping[str, Any] | None = None,
 ) -> Rehearsal:
     """Tries at step 0 what would otherwise fail after the training is done (case R88).
 
@@ -66,12 +70,14 @@ def rehearse_save(
         saves: checkpoints that the run is going to write, as far as is known (0: `save_strategy` is "no").
         keep: `save_total_limit`; one more exists while a new one is written.
         dtype: of the final save, when it is not that of the weights.
+        progress, identity: as for `save_checkpoint`, to find out now whether they can be saved.
 
     Raises:
         UserError: no room, or the folder cannot be written to.
     """
     run = Path(run)
-    split_state(optimizer.state_dict(), "state")
+    whole = {"optimizer": optimizer.state_dict(), "progress": dict(progress or {}), "identity": dict(identity or {})}
+    split_state(whole, "state")
     try:
         with new_folder(run / "rehearsal") as folder:
             write_settings(model, None, folder)
