@@ -1,7 +1,10 @@
 """Bytes and seconds of a run, before anything is loaded, and the choices that follow from them. Never imports torch."""
 
+from megaspan.plan.choose import Plan as Plan
+from megaspan.plan.choose import choose as choose
+from megaspan.plan.choose import plan_command as plan_command
 from megaspan.plan.facts import Machine as Machine
 from megaspan.plan.facts import ModelFacts as ModelFacts
 from megaspan.plan.facts import model_facts as model_facts
 
-__all__ = ["Machine", "ModelFacts", "model_facts"]
+__all__ = ["Machine", "ModelFacts", "Plan", "choose", "model_facts", "plan_command"]

@@ -50,9 +50,8 @@ class ModelFacts:
         window: tokens that a sliding layer sees, or None.
         max_positions: `max_position_embeddings`; 0 when there is none.
         rope_parameters: the model's rotary settings as its configuration writes them.
-        norms: norms over the hidden size in a layer.
+        family: what a layer is made of.
         qk_norm: queries and keys are normed.
-        gated: the MLP has gate and up projections.
         experts: the mixture of experts, or None.
         layer_parameters: parameters of each layer.
         attention_linear: weights of one attention block that multiply every token.
@@ -74,9 +73,8 @@ class ModelFacts:
     window: int | None
     max_positions: int
     rope_parameters: dict[str, Any] | None
-    norms: int
+    family: Family
     qk_norm: bool
-    gated: bool
     experts: Experts | None
     layer_parameters: tuple[int, ...]
     attention_linear: int
@@ -106,7 +104,7 @@ class ModelFacts:
         """Weights of a layer that multiply each token once; of experts only those that a token visits."""
         sparse = self.experts is not None and self.experts.sparse_layers[layer]
         width = self.active_mlp_width if sparse else self.mlp_width
-        return self.attention_linear + (3 if self.gated else 2) * self.hidden * width
+        return self.attention_linear + (3 if self.family.gated else 2) * self.hidden * width
 
     def span(self, layer: int) -> int | None:
         """Tokens that a query of this layer sees at most; None for all."""
@@ -161,9 +159,8 @@ class ModelFacts:
             window=int(sliding) if sliding and "sliding_attention" in types else None,
             max_positions=int(text.get("max_position_embeddings") or 0),
             rope_parameters=dict(rope) if isinstance(rope, Mapping) else None,
-            norms=family.norms,
+            family=family,
             qk_norm=qk_norm,
-            gated=family.gated,
             experts=experts,
             layer_parameters=per_layer,
             attention_linear=hidden * (widths.heads * 2 + widths.kv_heads * 2) * widths.head_dim,

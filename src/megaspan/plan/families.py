@@ -23,6 +23,11 @@ class Family:
     Attributes:
         norms: norms over the hidden size in a layer; zero-length for families whose norms have no weight.
         norm_vectors: trained vectors in such a norm: 1, or 2 with a bias.
+        norm_tensors: tensors of hidden width that the norms of a layer keep for the backward, in fp32 and in the computation's
+            type: an RMS norm its input in fp32, the normalised value and its output.
+        qk_norm_tensors: the same for the norms on queries and keys, beside the rotated ones.
+        more_heads: tensors of query and of KV width kept beside q, k, v and the output (q, k, v in one tensor, sinks …).
+        mlp_tensors: tensors of MLP width that a gated MLP keeps: gate, its activation, up and their product.
         qk_norm: norms on queries and keys: none, over one head's channels, over all heads together, or a vector per head.
         qk_norm_key: the configuration's key that switches them on, where there is one.
         qkv_bias, out_bias, mlp_bias: biases of the projections.
@@ -35,6 +40,10 @@ class Family:
 
     norms: int = 2
     norm_vectors: int = 1
+    norm_tensors: tuple[int, int] = (2, 4)
+    qk_norm_tensors: tuple[int, int] = (1, 1)
+    more_heads: tuple[int, int] = (0, 0)
+    mlp_tensors: int = 4
     qk_norm: Literal["", "head", "full", "each"] = ""
     qk_norm_key: str | None = None
     qkv_bias: Bias = "attention_bias"
@@ -54,28 +63,37 @@ FAMILIES: dict[str, Family] = {
     "ministral": Family(qkv_bias=False, out_bias=False, window_every=1),
     "qwen2": Family(qkv_bias=True, out_bias=False),
     "qwen3": Family(qk_norm="head"),
-    "gemma": Family(tied=True),
-    "gemma2": Family(norms=4, tied=True, window_every=2),
-    "gemma3_text": Family(norms=4, qk_norm="head", tied=True, window_every=6),
-    "gpt_oss": Family(sinks=True, window_every=2, experts="gpt_oss"),
+    "gemma": Family(norm_tensors=(4, 2), tied=True),
+    "gemma2": Family(norms=4, norm_tensors=(8, 2), tied=True, window_every=2),
+    "gemma3_text": Family(norms=4, norm_tensors=(8, 2), qk_norm="head", qk_norm_tensors=(2, 0), tied=True, window_every=6),
+    "gpt_oss": Family(norm_tensors=(4, 2), more_heads=(1, 0), mlp_tensors=7, sinks=True, window_every=2, experts="gpt_oss"),
     "qwen2_moe": Family(qkv_bias="qkv_bias", out_bias=False, experts="qwen"),
     "qwen3_moe": Family(qk_norm="head", experts="qwen"),
     "mixtral": Family(qkv_bias=False, out_bias=False, window_every=1, experts="mixtral"),
-    "olmo2": Family(qk_norm="full"),
-    "olmo3": Family(qk_norm="full", window_every=4),
+    "olmo2": Family(norm_tensors=(4, 1), qk_norm="full", qk_norm_tensors=(2, 0)),
+    "olmo3": Family(norm_tensors=(4, 1), qk_norm="full", qk_norm_tensors=(2, 0), window_every=4),
     "olmoe": Family(qk_norm="full", experts="olmoe"),
     "granite": Family(mlp_bias="mlp_bias"),
-    "cohere": Family(norms=1, qk_norm="each", qk_norm_key="use_qk_norm", tied=True),
-    "cohere2": Family(norms=1, tied=True, window_every=4),
-    "phi3": _PLAIN,
+    "cohere": Family(
+        norms=1, norm_tensors=(3, 1), qk_norm="each", qk_norm_tensors=(2, 0), qk_norm_key="use_qk_norm", tied=True
+    ),
+    "cohere2": Family(norms=1, norm_tensors=(3, 1), tied=True, window_every=4),
+    "phi3": Family(qkv_bias=False, out_bias=False, more_heads=(2, 1)),
     "smollm3": Family(mlp_bias="mlp_bias", tied=True),
-    "glm4": Family(norms=4, out_bias=False),
+    "glm4": Family(norms=4, norm_tensors=(4, 6), more_heads=(1, 0), out_bias=False),
     "seed_oss": Family(out_bias="attention_out_bias", mlp_bias="mlp_bias"),
-    "exaone4": Family(qk_norm="head", qkv_bias=False, out_bias=False, window_every=4),
+    "exaone4": Family(norm_tensors=(2, 3), qk_norm="head", qkv_bias=False, out_bias=False, window_every=4),
     "hunyuan_v1_dense": Family(qk_norm="head"),
     "ernie4_5": Family(qkv_bias="use_bias", out_bias="use_bias", mlp_bias="use_bias", tied=True),
     "starcoder2": Family(
-        norm_vectors=2, qkv_bias="use_bias", out_bias="use_bias", mlp_bias="use_bias", gated=False, tied=True, window_every=1
+        norm_vectors=2,
+        norm_tensors=(0, 3),
+        qkv_bias="use_bias",
+        out_bias="use_bias",
+        mlp_bias="use_bias",
+        gated=False,
+        tied=True,
+        window_every=1,
     ),
 }
 # Keys that are on unless the configuration switches them off.

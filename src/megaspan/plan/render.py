@@ -1,0 +1,124 @@
+"""A plan as tables for people and as plain values for programs."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import asdict
+from typing import Any
+
+from megaspan.human import format_bytes, format_seconds, format_tokens
+from megaspan.plan.choose import Lever, Plan
+
+
+def plan_dict(plan: Plan) -> dict[str, Any]:
+    """Every field of a plan as JSON values; bytes and tokens are whole numbers."""
+    lever = plan.next_lever
+    return {
+        "model": plan.model.name,
+        "parameters": plan.model.parameters,
+        "parameters_exact": plan.model.exact,
+        "machine": asdict(plan.machine),
+        "tokens": plan.tokens,
+        "precision": plan.precision,
+        "loss_tile_tokens": plan.loss_tile_tokens,
+        "checkpoint": plan.checkpoint,
+        "offload": plan.offload,
+        "keep_on_device": plan.keep_on_device,
+        "fits": plan.fits,
+        "device_bytes": plan.device_bytes,
+        "device_limit": plan.device_limit,
+        "host_bytes": plan.host_bytes,
+        "host_limit": plan.host_limit,
+        "longest_row": plan.longest_row,
+        "parts": [asdict(part) for part in plan.parts],
+        "moments": dict(plan.moments),
+        "peak": plan.peak,
+        "largest_allocation": asdict(plan.largest),
+        "seconds": plan.seconds.total,
+        "seconds_parts": [asdict(part) for part in plan.seconds.parts],
+        "seconds_note": plan.seconds.note,
+        "levers": [asdict(each) for each in plan.levers],
+        "next_lever": asdict(lever) if lever else None,
+        "next_lever_suffices": plan.suffices,
+        "reasons": list(plan.reasons),
+    }
+
+
+def lever_sentence(lever: Lever, tokens: int) -> str:
+    """What one lever does at this length: saved bytes, or that it does nothing and from where on it would."""
+    state = "on" if lever.on else "off"
+    if lever.saves <= 0 or lever.from_tokens is not None:
+        start = f"; saves from {format_tokens(lever.from_tokens)} tokens on" if lever.from_tokens else ""
+        return f"{state}: does nothing at {format_tokens(tokens)} tokens, the peak is elsewhere{start}"
+    verb = "saves" if lever.on else "would save"
+    host = f", {format_bytes(lever.host)} of host memory" if lever.host > 0 else ""
+    return f"{state}: {verb} {format_bytes(lever.saves)}; costs {lever.cost}{host}"
+
+
+def render_plan(plan: Plan, width: int = 128) -> str:
+    """Tables of bytes, moments, seconds and levers, and the answer in the last lines."""
+    from rich.console import Console
+    from rich.table import Table
+
+    out = io.StringIO()
+    console = Console(file=out, width=width, highlight=False, markup=False)
+
+    def table(title: str, *columns: str) -> Table:
+        made = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        for column in columns:
+            made.add_column(column, justify="right" if column in ("size", "seconds") else "left", overflow="fold")
+        return made
+
+    model = plan.model
+    console.print(
+        f"{model.name}: {model.parameters:,} parameters, {model.layers} layers; a row of {format_tokens(plan.tokens)} tokens; "
+        f"{plan.precision}; on {plan.machine.device_name}",
+        soft_wrap=True,
+    )
+    memory = table(f"\nAt the peak ({plan.peak})", "place", "part", "size", "formula")
+    for part in sorted(plan.parts, key=lambda part: ("device", "host", "disk").index(part.place)):
+        memory.add_row(part.place, part.name, format_bytes(part.bytes), part.formula)
+    console.print(memory)
+    moments = table("\nMoments of a step", "moment", "size")
+    for name, size in plan.moments:
+        moments.add_row(name, format_bytes(size))
+    console.print(moments)
+    largest = plan.largest
+    console.print(f"\nLargest single tensor: {largest.name}, {format_bytes(largest.bytes)} = {largest.formula}", soft_wrap=True)
+    if plan.seconds.parts:
+        seconds = table("\nSeconds of a step (predicted)", "part", "seconds", "formula")
+        for each in plan.seconds.parts:
+            seconds.add_row(each.name, f"{each.seconds:.2f}", each.formula)
+        console.print(seconds)
+        console.print(f"{format_seconds(plan.seconds.total or 0)} a step {plan.seconds.note}", soft_wrap=True)
+    else:
+        console.print(f"\nSeconds of a step: {plan.seconds.note}", soft_wrap=True)
+    levers = table("\nLevers", "lever", "effect", "to turn on")
+    for lever in plan.levers:
+        levers.add_row(lever.name, lever_sentence(lever, plan.tokens), "" if lever.on else lever.do)
+    console.print(levers)
+    console.print()
+    for reason in plan.reasons:
+        console.print(f"· {reason}", soft_wrap=True)
+    console.print()
+    for line in answer_lines(plan):
+        console.print(line, soft_wrap=True)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+def answer_lines(plan: Plan) -> list[str]:
+    """The answer: what is needed of what there is, whether it fits, the longest row, the next lever."""
+    lines = []
+    if plan.device_limit:
+        lines.append(f"device  {format_bytes(plan.device_bytes)} of {format_bytes(plan.device_limit)}")
+    lines.append(f"host    {format_bytes(plan.host_bytes)} of {format_bytes(plan.host_limit)}")
+    longest = f"longest row with these settings: {format_tokens(plan.longest_row)} tokens" if plan.longest_row else ""
+    lines.append(("fits; " if plan.fits else "DOES NOT FIT; ") + (longest or "no row fits with these settings"))
+    lever = plan.next_lever
+    if lever is not None:
+        gain = f"saves {format_bytes(lever.saves)}" if lever.saves > 0 else f"frees {format_bytes(-lever.host)} of host memory"
+        what = "to go further" if plan.fits else "that makes it fit" if plan.suffices else "of several that it needs"
+        lines.append(f"next lever {what}: {lever.do} ({lever.name}; {gain}; costs {lever.cost})")
+    elif not plan.fits:
+        lines.append("no lever of this version makes it fit: it needs more memory or a smaller model")
+    return lines

@@ -1,0 +1,245 @@
+"""Byte formulas against numbers that others reported, peaks measured on an H200, what autograd keeps (R65, R69)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from megaspan.plan.cost import (
+    Settings,
+    input_bytes,
+    largest_allocation,
+    layer_bytes,
+    layer_inputs,
+    loss_parts,
+    loss_tile,
+    memory,
+)
+from megaspan.plan.facts import ModelFacts, model_facts
+from megaspan.plan.families import FAMILIES
+
+PURE = Settings(
+    tokens=131_072,
+    gpu=True,
+    compute_bytes=2,
+    masters=False,
+    checkpoint=True,
+    offload=True,
+    keep_on_device=0,
+    chunked=True,
+    loss_tile=2048,
+)
+GIB = 2**30
+
+
+def sized(layers: int, hidden: int) -> ModelFacts:
+    return ModelFacts.from_config(
+        {
+            "model_type": "llama",
+            "num_hidden_layers": layers,
+            "hidden_size": hidden,
+            "num_attention_heads": hidden // 128,
+            "intermediate_size": 3 * hidden,
+            "vocab_size": 151_936,
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("layers", "tokens", "hidden", "unit", "reported"),
+    [(28, 131_072, 1024, 1e9, 7.52), (36, 131_072, 4096, 1e9, 38.65), (32, 500_000, 4096, GIB, 122.07)],
+)
+def test_layer_inputs_are_those_that_were_reported(layers: int, tokens: int, hidden: int, unit: float, reported: float) -> None:
+    """R65: layers x tokens x hidden x 2 bytes."""
+    (part,) = layer_inputs(sized(layers, hidden), replace(PURE, tokens=tokens))
+    assert part.bytes / unit == pytest.approx(reported, abs=0.006)
+    assert part.place == "host"
+    assert f"{layers} layers x {tokens:,} tokens x {hidden:,} x 2 B" in part.formula
+
+
+@pytest.mark.parametrize(
+    ("tokens", "offload", "measured"),
+    [(32_768, False, 36.6), (65_536, False, 47.7), (131_072, False, 72.0), (65_536, True, 43.0), (131_072, True, 56.1)],
+)
+def test_peaks_are_those_of_the_plain_stack_on_an_h200(tokens: int, offload: bool, measured: float) -> None:
+    """Design section 8: 4B shape, pure bf16, `max_memory_allocated`; our tile makes the loss smaller, which is not the peak."""
+    used = memory(model_facts("qwen3-4b"), replace(PURE, tokens=tokens, offload=offload))
+    without_allowance = sum(part.bytes for part in used.peak.parts if "context" not in part.name)
+    assert without_allowance / GIB == pytest.approx(measured, rel=0.02)
+    assert used.device_bytes >= measured * GIB
+
+
+TINY: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 256,
+    "intermediate_size": 640,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 96,
+    "num_hidden_layers": 2,
+    "attention_dropout": 0.0,
+    "residual_dropout": 0.0,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+EXPERTS = {
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 320,
+    "shared_expert_intermediate_size": 128,
+}
+
+
+def kept_by_autograd(family: str, dtype: torch.dtype, tokens: int) -> tuple[ModelFacts, int]:
+    """Bytes of every tensor that a layer's forward saves, weights, its input and the rotary tables left out."""
+    from megaspan.attention import install
+
+    config = AutoConfig.for_model(family, **(TINY | (EXPERTS if FAMILIES[family].experts else {})))
+    if family == "olmoe":
+        config.head_dim = 64
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager").train()
+    install(model)
+    x_tE = torch.randn(1, tokens, 256, dtype=dtype, requires_grad=True)
+    positions = torch.arange(tokens)[None]
+    kind = (positions, "sliding_attention") if family in ("gemma3_text", "olmo3") else (positions,)
+    rotary = model.model.rotary_emb(x_tE, *kind)
+    known = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), x_tE, *rotary)}
+    saved: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known and not (tensor.ndim == 4 and tensor.shape[:2] == (1, 1)):
+            saved[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model.model.layers[0](x_tE, attention_mask=None, position_ids=positions, position_embeddings=rotary)
+    return ModelFacts.from_config(config.to_dict()), sum(storage.nbytes() for storage in saved.values())
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        *((family, torch.bfloat16) for family in sorted(FAMILIES)),
+        *((name, torch.float32) for name in ("llama", "qwen3", "gemma2")),
+    ],
+)
+def test_a_layer_keeps_what_the_plan_says(family: str, dtype: torch.dtype) -> None:
+    """The working set is counted tensor by tensor; in fp32 the first norm's copy is its input, so less is kept."""
+    tokens = 256
+    facts, kept = kept_by_autograd(family, dtype, tokens)
+    s = replace(PURE, gpu=False, tokens=tokens, compute_bytes=dtype.itemsize)
+    planned = tokens * (layer_bytes(facts, 0, s).kept - dtype.itemsize * facts.hidden)
+    room = 0.04 if facts.experts else 0.02
+    low, high = (1 - room, 1 + room) if dtype == torch.bfloat16 else (1 - room, 1.10)
+    assert low <= planned / kept <= high
+
+
+@given(vocab=st.integers(32, 300_000))
+def test_the_loss_is_planned_as_it_is_computed(vocab: int) -> None:
+    """Tile and bytes are those of the loss itself, which the plan may not import."""
+    from megaspan.layers.loss import loss_bytes, tile_tokens_for
+
+    tile = loss_tile(vocab)
+    assert tile == tile_tokens_for(vocab)
+    facts = replace(sized(2, 256), vocab=vocab)
+    parts = loss_parts(facts, replace(PURE, loss_tile=tile))
+    assert sum(part.bytes for part in parts[1:]) == loss_bytes(131_072, 256, vocab, tile)
+
+
+def test_all_logits_are_what_the_plain_loss_holds() -> None:
+    """Measured by torch's own profiler of allocations on the CPU: 20 bytes a logit at the peak of the forward."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from megaspan.layers.head import Head
+    from megaspan.layers.loss import plain_cross_entropy
+    from megaspan.plan.cost import NLL_BYTES
+
+    tokens, vocab = 64, 4096
+    live: dict[int, int] = {}
+    peak = 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal peak
+            out = func(*args, **(kwargs or {}))
+            for tensor in out if isinstance(out, tuple | list) else (out,):
+                if isinstance(tensor, torch.Tensor) and tensor.numel() >= tokens * vocab:
+                    import weakref
+
+                    storage = tensor.untyped_storage()
+                    key = storage.data_ptr()
+                    if key not in live:
+                        live[key] = storage.nbytes()
+                        weakref.finalize(storage, live.pop, key, None)
+            peak = max(peak, sum(live.values()))
+            return out
+
+    hidden = torch.randn(tokens, 8, dtype=torch.bfloat16, requires_grad=True)
+    head = Head(torch.randn(vocab, 8, dtype=torch.bfloat16, requires_grad=True))
+    with Watch():
+        plain_cross_entropy(hidden, head, torch.randint(vocab, (tokens,)))
+    assert peak / (tokens * vocab) == pytest.approx(NLL_BYTES, rel=0.3)
+
+
+def test_states_by_precision() -> None:
+    facts = model_facts("qwen3-0.6b")
+    count = facts.parameters
+
+    def states(**changes: Any) -> int:
+        used = memory(facts, replace(PURE, **changes))
+        optimizer = used.moments[-1]
+        return sum(part.bytes for part in optimizer.parts if part.name not in ("cos, sin, ids, labels", "CUDA context, slack"))
+
+    assert states() == 8 * count
+    assert states(masters=True) == 16 * count
+    assert states(gpu=False, compute_bytes=4) - 2**30 < 16.5 * count
+    assert states(adapter=1000) == 2 * count + 16 * 1000
+
+
+def test_the_largest_allocation_is_named() -> None:
+    """R69: untied embedding and head are separate, each at most one fp32 buffer of V x E."""
+    facts = model_facts("qwen3-8b")
+    assert largest_allocation(facts, PURE).name == "one MLP tensor"
+    assert largest_allocation(facts, replace(PURE, tokens=1024)).bytes == 151_936 * 4096 * 4
+    assert largest_allocation(facts, replace(PURE, chunked=False)).bytes == 131_072 * 151_936 * 4
+
+
+@given(
+    tokens=st.integers(1, 1 << 22),
+    keep=st.integers(0, 28),
+    offload=st.booleans(),
+    chunked=st.booleans(),
+    masters=st.booleans(),
+    gpu=st.booleans(),
+    checkpoint=st.booleans(),
+)
+def test_more_tokens_never_need_less(
+    tokens: int, keep: int, offload: bool, chunked: bool, masters: bool, gpu: bool, checkpoint: bool
+) -> None:
+    facts = model_facts("qwen3-0.6b")
+    s = replace(
+        PURE,
+        tokens=tokens,
+        keep_on_device=keep if offload else 0,
+        offload=offload and checkpoint,
+        chunked=chunked,
+        masters=masters,
+        gpu=gpu,
+        checkpoint=checkpoint,
+    )
+    here, there = memory(facts, s), memory(facts, replace(s, tokens=tokens + 1))
+    assert there.device_bytes >= here.device_bytes
+    assert there.host_bytes >= here.host_bytes
+    assert all(part.bytes > 0 and part.formula for moment in here.moments for part in moment.parts)
+    if s.offload and gpu:
+        pinned = sum(part.bytes for part in here.waiting if "pinned" in part.name)
+        assert pinned == (28 - keep) * input_bytes(facts, s)
