@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from megaspan.human import UserError
 from megaspan.layers.head import Head, LowRank
 from megaspan.layers.loss import LossSums, launch_rows, linear_cross_entropy, loss_bytes, plain_cross_entropy, tile_tokens_for
+from megaspan.plan.cost import loss_tile
 
 torch.set_num_threads(1)
 HEADS = ("bare", "bias", "scale", "softcap", "lora", "everything")
@@ -426,6 +427,11 @@ def test_the_reference_size_stays_under_four_gib() -> None:
     """131,072 tokens of Qwen3-4B's head in bf16: the issue's bound, by the formula that the tests above hold to account."""
     assert loss_bytes(131_072, 2560, 151_936, tile_tokens_for(151_936)) < 3.4 * 2**30
     assert [tile_tokens_for(vocab) for vocab in (32_000, 151_936, 201_088, 262_144)] == [2048, 2048, 1024, 1024]
+
+
+@given(vocab=st.integers(2, 2**22))
+def test_the_planner_counts_the_tile_that_runs(vocab: int) -> None:
+    assert loss_tile(vocab) == tile_tokens_for(vocab)
 
 
 @given(tile=st.integers(1, 2**24), vocab=st.integers(1, 2**24))
