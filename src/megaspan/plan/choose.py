@@ -268,10 +268,12 @@ def _levers(config: SFTConfig, facts: ModelFacts, s: Settings) -> tuple[Lever, .
         ("chunked loss", s.chunked, {"chunked": True}, {"chunked": False}, "loss_type: chunked_nll", "nothing"),
     ]  # fmt: skip
     if s.gpu:
-        table.append(
-            ("offload", s.offload, {"checkpoint": True, "offload": True}, {"offload": False, "keep_on_device": 0},
-             "gradient_checkpointing_kwargs: {offload: true}", "copies beside the computation")
-        )  # fmt: skip
+        moving = {"checkpoint": True, "offload": True}
+        if s.keep_on_device == facts.layers:
+            moving["keep_on_device"] = 0
+        do = "gradient_checkpointing_kwargs: {offload: true}"
+        still = {"offload": False, "keep_on_device": 0}
+        table.append(("offload", s.offload, moving, still, do, "copies beside the computation"))
     pure = config.weights_dtype == "bfloat16"
     if not s.adapter:
         full = {"compute_bytes": s.compute_bytes, "masters": s.gpu}
@@ -318,7 +320,7 @@ def _further(levers: tuple[Lever, ...], used: Memory, host_limit: int) -> Lever 
 def _rescue(
     levers: tuple[Lever, ...], s: Settings, used: Memory, row: int, device_limit: int, host_limit: int
 ) -> tuple[Lever | None, bool]:
-    """For a row that does not fit: the least costly lever that is enough alone; else the one that saves most; else a shorter row."""
+    """For a row that does not fit: the least costly lever that is enough alone, else a shorter row, else what saves most."""
     missing_host = used.host_bytes - host_limit
     if s.gpu and s.offload and missing_host > 0 and used.device_bytes + missing_host <= device_limit:
         do = "gradient_checkpointing_kwargs: {offload: false}"
@@ -329,8 +331,7 @@ def _rescue(
         if lever.saves >= over and (not s.gpu or missing_host <= 0):
             return lever, True
     if row:
-        others = f"; or together: {', '.join(lever.do for lever in off)}" if off else ""
-        return Lever("a shorter row", False, max(over, missing_host), 0, f"max_length: {row}", f"length{others}"), True
+        return Lever("a shorter row", False, max(over, missing_host), 0, f"max_length: {row}", "length"), True
     return max(off, key=lambda lever: lever.saves, default=None), False
 
 
