@@ -268,7 +268,7 @@ def _levers(config: SFTConfig, facts: ModelFacts, s: Settings) -> tuple[Lever, .
         ("chunked loss", s.chunked, {"chunked": True}, {"chunked": False}, "loss_type: chunked_nll", "nothing"),
     ]  # fmt: skip
     if s.gpu:
-        moving = {"checkpoint": True, "offload": True}
+        moving: dict[str, Any] = {"checkpoint": True, "offload": True}
         if s.keep_on_device == facts.layers:
             moving["keep_on_device"] = 0
         do = "gradient_checkpointing_kwargs: {offload: true}"
