@@ -116,9 +116,11 @@ def attention(
         raise UserError(f"{_name(module)} passes attention arguments that are not supported", got=", ".join(sorted(unknown)))
     if getattr(module, "layer_idx", 0) in (0, None):
         refuse_packed(position_ids)  # one look for all layers: it waits for the device
-    window = _checked_window(module, attention_mask, sliding_window, key.shape[2])
+    _check_window(module, attention_mask, sliding_window, key.shape[2])
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    call = AttentionCall(*_one_dtype(query, key, value), Scoring(scale, window, softcap or None), s_aux, _kernels(module))
+    call = AttentionCall(
+        *_one_dtype(query, key, value), Scoring(scale, sliding_window or None, softcap or None), s_aux, _kernels(module)
+    )
     return (megaspan_capture or run_call)(call), None
 
 
@@ -188,23 +190,23 @@ def _kernels(module: nn.Module) -> tuple[Kernel, ...]:
     return kernels
 
 
-def _checked_window(module: nn.Module, attention_mask: Tensor | None, sliding_window: int | None, keys: int) -> int | None:
-    window = sliding_window if sliding_window and sliding_window < keys else None
+def _check_window(module: nn.Module, attention_mask: Tensor | None, sliding_window: int | None, keys: int) -> None:
     if attention_mask is None:
-        return window
+        return
     if attention_mask.ndim:
         raise UserError(
-            "attention masks are not supported", got=f"a mask of shape {tuple(attention_mask.shape)} in {_name(module)}",
+            "attention masks are not supported",
+            got=f"a mask of shape {tuple(attention_mask.shape)} in {_name(module)}",
             allowed="no attention_mask: every token sees all earlier ones (or the layer's window)",
-        )  # fmt: skip
+        )
     promised = int(attention_mask)
-    if (promised if promised and promised < keys else None) != window:
+    # A window as long as the row hides nothing, whatever its size.
+    if min(promised or keys, keys) != min(sliding_window or keys, keys):
         raise UserError(
             f"the mask of {_name(module)} and its attention disagree about the window",
             got=f"mask {promised or 'none'}, attention {sliding_window or 'none'}",
             do="This model cannot be trained exactly here; please report it",
         )
-    return window
 
 
 def _one_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

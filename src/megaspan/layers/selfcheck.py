@@ -1,0 +1,110 @@
+"""Whether streaming a model's layers is right is tried at load: a toy model of the same class, against its own plain self.
+
+The streamed layer reads from a layer's module names what the layer does (`family.py`). A new transformers version, or a
+model's own code, may do something else under the same names, and training would go on with a wrong gradient. So the live
+model's class is built again with a hidden size of 32, random weights with no value that hides a mistake, and one row of 11
+tokens runs through plain transformers (`eager` attention) and through streamed layers in tiles of 4: loss and every
+parameter gradient must agree.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from megaspan.attention import install as install_attention
+
+_SIZES = {
+    "vocab_size": 48,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 3,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+_TOKENS, _TILE = 11, 4
+_MOST_LAYERS = 8
+# fp32 on both sides: right families are at 1e-6, a forgotten multiplier or norm is at 1e-2 or more.
+_TOLERANCE = 1e-3
+
+
+def prove_family(model: nn.Module) -> str | None:
+    """None when streamed layers of this model's class compute what plain ones do, else what went wrong."""
+    live = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return _compare(_toy(live))
+    except Exception as error:  # whatever somebody's model code raises at toy size: the general path is right, and says why
+        return f"a toy {type(live).__name__} did not run: {type(error).__name__}: {str(error)[:200]}"
+
+
+def _toy(live: PreTrainedModel) -> PreTrainedModel:
+    """A model of the same class and the same kinds of layers, in toy sizes, with random weights."""
+    config: Any = copy.deepcopy(live.config)
+    text = config.get_text_config()
+    for name, size in _SIZES.items():
+        if getattr(text, name, None) is not None:
+            setattr(text, name, size)
+    if getattr(live.config.get_text_config(), "num_key_value_heads", None) == live.config.get_text_config().num_attention_heads:
+        text.num_key_value_heads = text.num_attention_heads
+    layers = min(text.num_hidden_layers, _MOST_LAYERS)
+    text.num_hidden_layers = layers
+    if getattr(text, "layer_types", None):
+        text.layer_types = list(text.layer_types)[:layers]
+    for holder in (config, text):
+        holder._attn_implementation = "eager"
+        holder.output_router_logits = False
+    with torch.device("cpu"):
+        toy = type(live)(config).float().train()
+    with torch.no_grad():
+        for parameter in toy.parameters():
+            if parameter.ndim < 2:
+                parameter.add_(0.3 * torch.randn(parameter.shape))
+            else:
+                parameter.copy_(torch.randn(parameter.shape) * parameter.shape[-1] ** -0.5)
+    return toy
+
+
+def _compare(plain: PreTrainedModel) -> str | None:
+    from megaspan.layers.stream import LayerPlan
+    from megaspan.layers.streamed import Streaming
+
+    streamed = copy.deepcopy(plain)
+    install_attention(streamed, prove=False)
+    streaming = Streaming(LayerPlan(tile_tokens=_TILE))
+    streaming.install(streamed, prove=False)
+    ids = torch.randint(plain.config.get_text_config().vocab_size, (1, _TOKENS))
+    wanted, got = _gradients(plain, ids), _gradients(streamed, ids)
+    if streaming.stats().attention_forwards == 0:
+        return "its layers were not reached through transformers' checkpointing"
+    floor = 1e-6 * sum(float(tensor.square().sum()) for tensor in wanted.values()) ** 0.5
+    for name, want in wanted.items():
+        distance = float((got[name] - want).norm())
+        if not distance <= max(_TOLERANCE * float(want.norm()), floor):
+            return (
+                f"a toy {type(plain).__name__} differs from plain transformers in {name} by {distance / float(want.norm()):.1e}"
+            )
+    return None
+
+
+def _gradients(model: PreTrainedModel, ids: Tensor) -> dict[str, Tensor]:
+    """The loss and the gradient of every parameter."""
+    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    zero = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
+    found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return {"the loss": loss.detach(), **zero, **found}

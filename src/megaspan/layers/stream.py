@@ -1,0 +1,253 @@
+"""One decoder layer as one autograd function: attention once, everything else in tiles.
+
+Ordinary checkpointing keeps a layer's input and runs the whole layer again in the backward: attention forward twice (a
+quarter of a million-token step), and the working memory of one whole layer (155 GB for an 8B model at 1,048,576 tokens).
+Here the layer keeps its input `x`, attention's output `O` and its log-sum-exp, and
+
+* forward: per tile, `x` to q, k, v; attention on the whole row; per tile, `x` and `O` to the layer's output; * backward:
+per tile, the second half again with a graph, back through it to dO; q, k, v again per tile; attention's backward on the
+  whole row from the kept `O` and log-sum-exp; per tile, the first half again with a graph, back through it.
+
+Each tile's graph is torch's own over the live modules, so adapters, biases, frozen weights and any activation need no formula.
+Source: design section 4; the tiling of token-wise work is that of ALST (arXiv 2506.13996), keeping O that of FlashAttention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from megaspan.attention import AttentionCall
+from megaspan.attention.attend import backward_with, forward_with, settle
+from megaspan.layers.family import Family, after, attention_trains, before
+from megaspan.layers.tile import GradientSums, drawing, tiles
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """How much of a layer is worked on at once; the planner's choice, from shapes and memory.
+
+    Attributes:
+        tile_tokens: tokens of token-wise work at once.
+        kv_heads_per_call: KV heads (with their query heads) of attention at once, None for all.
+    """
+
+    tile_tokens: int = 16384
+    kv_heads_per_call: int | None = None
+
+
+@dataclass
+class Counts:
+    """Attention kernels run so far: P4 read-back of "attention runs forward once"."""
+
+    forwards: int = 0
+    backwards: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class LayerRun:
+    """One forward of one layer, with all that its backward needs beside the saved tensors.
+
+    Attributes:
+        layer: the live layer.
+        family: what stands where in it.
+        plan: tile and head group sizes.
+        arguments: the layer's keyword arguments.
+        parameters: those of the layer that want a gradient.
+        wants_x: whether the layer's input wants one.
+        seed: for layers that draw random numbers, the step's seed, else None.
+        counts: where attention calls are counted.
+        on_backward: called when the backward begins.
+    """
+
+    layer: nn.Module
+    family: Family
+    plan: LayerPlan
+    arguments: dict[str, Any]
+    parameters: Sequence[Tensor]
+    wants_x: bool
+    seed: int | None
+    counts: Counts
+    on_backward: Callable[[], None]
+    autocast: dict[str, Any] = field(default_factory=dict)
+
+    def __call__(self, x_BTE: Tensor) -> Tensor:
+        """The layer's output, differentiable."""
+        kind = x_BTE.device.type
+        # Without autocast's cache: a weight that it casts here, outside a graph, would be found again inside one.
+        autocast = {
+            "device_type": kind,
+            "enabled": torch.is_autocast_enabled(kind),
+            "dtype": torch.get_autocast_dtype(kind),
+            "cache_enabled": False,
+        }
+        return _StreamedLayer.apply(x_BTE, replace(self, autocast=autocast), *self.parameters)
+
+    def forward(self, x_BTE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Output, attention's output [batch, T, H, D] and log-sum-exp [batch, H, T]; builds no graph."""
+        cuts = self._tiles(x_BTE)
+        with self._as_before(x_BTE):
+            out, lse = self._attend(self._projected(x_BTE, cuts))
+            y_BTE: Tensor | None = None
+            for tokens in cuts:
+                with drawing(self._seed(tokens, 1), x_BTE.device):
+                    tile = after(self.layer, self.family, x_BTE[:, tokens], out[:, tokens])
+                if len(cuts) == 1:
+                    return tile, out, lse
+                y_BTE = tile.new_empty(x_BTE.shape) if y_BTE is None else y_BTE
+                y_BTE[:, tokens] = tile
+            assert y_BTE is not None
+            return y_BTE, out, lse
+
+    def backward(
+        self, dy_BTE: Tensor, x_BTE: Tensor, out_BTHD: Tensor, lse_BHT: Tensor
+    ) -> tuple[Tensor | None, list[Tensor | None]]:
+        """Gradients of the input (None unless wanted) and of `parameters`."""
+        self.on_backward()
+        cuts, sums = self._tiles(x_BTE), GradientSums(self.parameters)
+        needs_attention = self.wants_x or attention_trains(self.layer, self.family)
+        with self._as_before(x_BTE):
+            dx_BTE, d_out_BTHD = self._second_half(cuts, sums, dy_BTE, x_BTE, out_BTHD, needs_attention)
+            if needs_attention:
+                self._first_half(cuts, sums, dx_BTE, d_out_BTHD, x_BTE, out_BTHD, lse_BHT)
+        return (dx_BTE if self.wants_x else None), sums.take()
+
+    def _second_half(
+        self, cuts: list[slice], sums: GradientSums, dy: Tensor, x: Tensor, out: Tensor, needs_attention: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Back through projection, norms, MLP and residuals: the gradients of x (its part so far) and of attention's output."""
+        dx, d_out = torch.empty_like(x), torch.empty_like(out)
+        for tokens in cuts:
+            x_tile = x[:, tokens].detach().requires_grad_(self.wants_x)
+            out_tile = out[:, tokens].detach().requires_grad_(needs_attention)
+            with torch.enable_grad(), drawing(self._seed(tokens, 1), x.device):
+                y_tile = after(self.layer, self.family, x_tile, out_tile)
+            if y_tile.requires_grad:
+                gx, g_out, *rest = self._gradients([y_tile], [dy[:, tokens]], [x_tile, out_tile])
+                sums.add(rest)
+                if gx is not None:
+                    dx[:, tokens] = gx
+                if g_out is not None:
+                    d_out[:, tokens] = g_out
+            del y_tile
+        return dx, d_out
+
+    def _first_half(
+        self, cuts: list[slice], sums: GradientSums, dx: Tensor, d_out: Tensor, x: Tensor, out: Tensor, lse: Tensor
+    ) -> None:
+        """Back through attention, q, k, v and the first norm; adds to dx."""
+        once = len(cuts) == 1
+        # A row of one tile keeps the graph of its q, k, v: they are not computed a third time.
+        x_whole = x.detach().requires_grad_(self.wants_x)
+        with torch.set_grad_enabled(once):
+            call = self._projected(x_whole, cuts)
+        dq, dk, dv, d_sink = self._attend_backward(call, d_out, out, lse)
+        for tokens in cuts:
+            x_tile = x_whole
+            if not once:
+                x_tile = x[:, tokens].detach().requires_grad_(self.wants_x)
+                with torch.enable_grad(), drawing(self._seed(tokens, 0), x.device):
+                    call = before(self.layer, self.family, x_tile, tokens, self.arguments)
+            outputs = [call.q_BHTD, call.k_BGSD, call.v_BGSD]
+            gradients = [
+                part[:, tokens].transpose(1, 2).to(like.dtype) for part, like in zip((dq, dk, dv), outputs, strict=True)
+            ]
+            if d_sink is not None and call.sink_H is not None and tokens.start == 0:
+                outputs, gradients = [*outputs, call.sink_H], [*gradients, d_sink.to(call.sink_H.dtype)]
+            pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if o.requires_grad]
+            if pairs:
+                gx, *rest = self._gradients([o for o, _ in pairs], [g for _, g in pairs], [x_tile])
+                sums.add(rest)
+                if gx is not None:
+                    dx[:, tokens] += gx
+            del outputs, pairs
+
+    def _gradients(self, outputs: list[Tensor], gradients: list[Tensor], leaves: list[Tensor]) -> list[Tensor | None]:
+        """Gradients of `leaves` (None for those that want none) and of the parameters."""
+        wanted = [*leaves, *self.parameters]
+        asked = [tensor for tensor in wanted if tensor.requires_grad]
+        found = iter(torch.autograd.grad(outputs, asked, gradients, allow_unused=True))
+        return [next(found) if tensor.requires_grad else None for tensor in wanted]
+
+    def _projected(self, x: Tensor, cuts: list[slice]) -> AttentionCall:
+        """What the whole row asks attention for, q, k, v in memory as [batch, T, heads, D]."""
+        whole: list[Tensor] = []
+        for tokens in cuts:
+            with drawing(self._seed(tokens, 0), x.device):
+                call = before(self.layer, self.family, x[:, tokens], tokens, self.arguments)
+            if len(cuts) == 1:
+                return call
+            parts = [part.transpose(1, 2) for part in (call.q_BHTD, call.k_BGSD, call.v_BGSD)]
+            whole = whole or [part.new_empty(part.shape[0], x.shape[1], *part.shape[2:]) for part in parts]
+            for buffer, part in zip(whole, parts, strict=True):
+                buffer[:, tokens] = part
+        q, k, v = (buffer.transpose(1, 2) for buffer in whole)
+        return replace(call, q_BHTD=q, k_BGSD=k, v_BGSD=v)
+
+    def _attend(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
+        outs, lses = [], []
+        for q, k, v in _rows(call):
+            kernel, scoring = settle(q, k, v, call.scoring, kernels=call.kernels)
+            out, lse = forward_with(kernel, q, k, v, call.sink_H, scoring)
+            outs.append(out)
+            lses.append(lse)
+            self.counts.forwards += 1
+        return _stacked(outs), _stacked(lses)
+
+    def _attend_backward(self, call: AttentionCall, d_out: Tensor, out: Tensor, lse: Tensor) -> tuple[Any, ...]:
+        """dq, dk, dv as [batch, T, heads, D], and the gradient of the sinks summed over the batch (None without)."""
+        found: list[tuple[Tensor, ...]] = []
+        sink = None if call.sink_H is None else call.sink_H.detach()
+        for row, (q, k, v) in enumerate(_rows(call)):
+            kernel, scoring = settle(q, k, v, call.scoring, kernels=call.kernels)
+            *grads, d_sink = backward_with(kernel, d_out[row], q, k, v, out[row], lse[row], sink, scoring)
+            found.append((*grads, torch.zeros(()) if d_sink is None else d_sink))
+            self.counts.backwards += 1
+        dq, dk, dv, d_sinks = (_stacked(list(parts)) for parts in zip(*found, strict=True))
+        return dq, dk, dv, None if sink is None else d_sinks.sum(0)
+
+    def _tiles(self, x: Tensor) -> list[slice]:
+        return tiles(x.shape[1], max(1, self.plan.tile_tokens // x.shape[0]))
+
+    def _seed(self, tokens: slice, half: int) -> int | None:
+        """One seed for each tile and half of the layer."""
+        return None if self.seed is None else self.seed + 2 * tokens.start + half
+
+    @contextmanager
+    def _as_before(self, x: Tensor) -> Iterator[None]:
+        with torch.autocast(**self.autocast):
+            yield
+
+
+class _StreamedLayer(torch.autograd.Function):
+    """x, a `LayerRun` and the parameters that want gradients, to the layer's output."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, run: LayerRun, *parameters: Tensor) -> Tensor:
+        y, out, lse = run.forward(x)
+        ctx.run = run
+        ctx.save_for_backward(x, out, lse)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        dx, gradients = ctx.run.backward(grads[0], *ctx.saved_tensors)
+        return (dx, None, *gradients)
+
+
+def _rows(call: AttentionCall) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """q, k, v of each row of the batch, [T, heads, D], outside any graph."""
+    for row in range(call.q_BHTD.shape[0]):
+        q, k, v = (part[row].detach().transpose(0, 1) for part in (call.q_BHTD, call.k_BGSD, call.v_BGSD))
+        yield q, k, v
+
+
+def _stacked(parts: list[Tensor]) -> Tensor:
+    return parts[0][None] if len(parts) == 1 else torch.stack(parts)

@@ -1,0 +1,358 @@
+"""Streamed layers against plain transformers: loss and every gradient, for every family, in tiles that divide nothing."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from megaspan.attention import install as install_attention
+from megaspan.layers.family import Family, describe
+from megaspan.layers.selfcheck import prove_family
+from megaspan.layers.stream import LayerPlan
+from megaspan.layers.streamed import Streaming
+from megaspan.layers.tile import GradientSums, tiles
+from tests.models import FAMILIES, assert_same_gradients, batch, gradients, tiny
+
+MOE = ("gpt_oss", "qwen3_moe")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """These models are too small to share between threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def streamed(plain, plan=None, prove=False, **options):
+    """A copy of the model with megaspan's attention and streamed layers, and its `Streaming`."""
+    model = copy.deepcopy(plain)
+    install_attention(model)
+    streaming = Streaming(plan or LayerPlan(tile_tokens=5), **options)
+    assert streaming.install(model, prove=prove) == [None] * plain.config.num_hidden_layers
+    return model, streaming
+
+
+def step(model, data):
+    model.zero_grad()
+    loss = model(**data, use_cache=False).loss
+    loss.backward()
+    return loss.detach(), gradients(model)
+
+
+def assert_parity(plain, model, data, tolerance=1e-5):
+    want_loss, want = step(plain, data)
+    loss, got = step(model, data)
+    torch.testing.assert_close(loss, want_loss, rtol=1e-6, atol=0)
+    assert_same_gradients(got, want, tolerance)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("tokens", "tile"), [(2, 1), (7, 3), (7, 64), (129, 50)])
+def test_loss_and_every_gradient_equal_plain_transformers(family, tokens, tile):
+    """P1; 7 tokens in one tile, and tiles that divide no length."""
+    plain = tiny(family)
+    model, streaming = streamed(plain, LayerPlan(tile_tokens=tile))
+    assert_parity(plain, model, batch(tokens), 1e-4 if family in MOE else 1e-5)
+    stats = streaming.stats()
+    assert (stats.streamed, stats.attention_forwards, stats.attention_backwards) == (2, 2, 2)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_several_rows_and_uneven_tiles(family):
+    plain = tiny(family)
+    model, streaming = streamed(plain, LayerPlan(tile_tokens=13))
+    assert_parity(plain, model, batch(23, rows=3))
+    assert streaming.stats().attention_forwards == 2 * 3  # one a layer and row
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_self_check_proves_every_family(family):
+    model = tiny(family, layers=3)
+    install_attention(model)
+    assert prove_family(model) is None
+
+
+def test_the_self_check_finds_a_class_that_does_something_else(monkeypatch):
+    """A changed upstream class under the same module names takes the general path, still exact, and the reason says where."""
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    def forward(self, hidden_states, **kwargs):
+        attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+        hidden_states = hidden_states + 1.02 * attended
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+    class Changed(LlamaDecoderLayer):
+        def forward(self, hidden_states, **kwargs):
+            return forward(self, hidden_states, **kwargs)
+
+    monkeypatch.setattr("transformers.models.llama.modeling_llama.LlamaDecoderLayer", Changed)
+    plain = tiny("llama")
+    model = copy.deepcopy(plain)
+    install_attention(model)
+    streaming = Streaming(LayerPlan(tile_tokens=5))
+    reasons = streaming.install(model)
+    assert len(reasons) == 2
+    assert all("differs from plain transformers" in (reason or "") for reason in reasons)
+    assert_parity(plain, model, batch(12))
+    assert streaming.stats().streamed == 0
+
+
+def test_a_layer_with_unknown_parts_is_described_as_such():
+    layer = tiny("llama").model.layers[0]
+    assert describe(layer) == Family("input_layernorm", None, "post_attention_layernorm", None)
+    layer.add_module("adapter", torch.nn.Linear(4, 4))
+    assert "adapter" in str(describe(layer))
+    del layer.adapter, layer.post_attention_layernorm
+    layer.add_module("pre_feedforward_layernorm", torch.nn.Identity())
+    assert "places that are not known" in str(describe(layer))
+
+
+@pytest.mark.parametrize("keep_on_device", [0, 1, 5])
+def test_inputs_and_outputs_on_the_host_change_no_bit(keep_on_device):
+    """Offload on and off give the same bits, step after step, and everything moved comes back."""
+    plain = tiny("qwen3", layers=5)
+    here, _ = streamed(plain)
+    there, streaming = streamed(plain, offload=True, keep_on_device=keep_on_device)
+    streaming.reserve(torch.device("cpu"), 33 * 64 * 4)
+    reserved = streaming.stats().host_bytes
+    for tokens in (33, 12, 33):
+        data = batch(tokens, seed=tokens)
+        (want_loss, want), (loss, got) = step(here, data), step(there, data)
+        assert torch.equal(loss, want_loss)
+        assert all(torch.equal(got[name], want[name]) for name in want)
+    stats = streaming.stats()
+    moved = (33 + 12 + 33) * (5 - keep_on_device) * (64 + 4 * 16) * 4
+    assert stats.bytes_to_host == moved
+    assert (moved > 0) == (0 < stats.bytes_to_device <= moved)  # the last two are still on the device when they are wanted
+    assert stats.late == 0
+    assert stats.host_bytes == reserved  # nothing grew after the reservation
+    assert (reserved > 0) == (moved > 0)
+
+
+def test_an_abandoned_step_leaves_nothing_behind():
+    plain = tiny("qwen3")
+    model, streaming = streamed(plain, offload=True)
+    model(**batch(20), use_cache=False)
+    streaming.discard()
+    assert_parity(plain, model, batch(20))
+    streaming.remove()
+    assert not any("_gradient_checkpointing_func" in layer.__dict__ for layer in model.model.layers)
+    assert_parity(plain, model, batch(20))
+
+
+def test_layers_report_as_they_go():
+    calls = []
+    model, _ = streamed(tiny("qwen3"), on_layer=lambda phase, index: calls.append((phase, index)))
+    step(model, batch(9))
+    assert calls == [("forward", 0), ("forward", 1), ("backward", 1), ("backward", 0)]
+
+
+@pytest.mark.parametrize("frozen", ["model.embed_tokens.weight", "self_attn", "mlp", "norm", "model.layers.0", "model"])
+def test_frozen_weights_get_no_gradient_and_change_no_other(frozen):
+    plain = tiny("gemma3")
+    for name, parameter in plain.named_parameters():
+        parameter.requires_grad_(not (frozen in name and name != "lm_head.weight"))
+    model, _ = streamed(plain)
+    assert_parity(plain, model, batch(17))
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "v_proj"], ["o_proj", "down_proj"], "all-linear"])
+def test_lora_inside_streamed_layers(targets):
+    """R63: every adapter matrix gets its gradient, equal to plain peft's; also where the input wants none."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=3, lora_alpha=6, target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM")
+    torch.manual_seed(0)
+    plain = peft.get_peft_model(tiny("qwen3"), config).train()
+    model = copy.deepcopy(plain)
+    install_attention(model)
+    streaming = Streaming(LayerPlan(tile_tokens=5))
+    assert streaming.install(model) == [None, None]
+    assert_parity(plain, model, batch(17))
+    assert all((gradient != 0).any() for gradient in gradients(model).values())
+    assert streaming.stats().attention_forwards == 2
+
+
+def test_dropout_draws_the_same_in_forward_and_backward():
+    """With LoRA dropout the gradient is that of the very loss that was returned: finite differences under one seed."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=3, lora_dropout=0.4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    torch.manual_seed(0)
+    model = peft.get_peft_model(tiny("qwen3"), config).train()
+    install_attention(model)
+    Streaming(LayerPlan(tile_tokens=5)).install(model)
+    data = batch(17)
+
+    def loss_with(seed):
+        torch.manual_seed(seed)
+        return model(**data, use_cache=False).loss
+
+    loss = loss_with(3)
+    loss.backward()
+    assert loss_with(3).item() == loss.item() != loss_with(4).item()
+    for name, parameter in model.named_parameters():
+        if parameter.grad is None or "layers.0" not in name:
+            continue
+        direction = parameter.grad / parameter.grad.norm()
+        losses = []
+        for move in (5e-4, -1e-3):
+            parameter.data.add_(direction, alpha=move)
+            losses.append(loss_with(3).item())
+        parameter.data.add_(direction, alpha=5e-4)
+        assert (losses[0] - losses[1]) / 1e-3 == pytest.approx(parameter.grad.norm().item(), rel=0.02), name
+
+
+def test_gradients_accumulate_over_micro_batches():
+    plain = tiny("qwen3")
+    model, _ = streamed(plain)
+    for one in (plain, model):
+        for seed in range(3):
+            (one(**batch(9 + seed, seed=seed), use_cache=False).loss / 3).backward()
+    assert_same_gradients(gradients(model), gradients(plain))
+
+
+def test_two_forwards_before_their_backwards_and_a_scaled_loss():
+    """R11: the incoming gradient is honoured, also when rows overlap."""
+    plain = tiny("qwen3")
+    model, _ = streamed(plain, offload=True)
+    for one in (plain, model):
+        losses = [one(**batch(length, seed=length), use_cache=False).loss for length in (11, 8)]
+        (3 * losses[0] + 7 * losses[1]).backward()
+    assert_same_gradients(gradients(model), gradients(plain))
+
+
+def test_the_users_own_embeddings_are_not_overwritten_and_get_their_gradient():
+    plain = tiny("qwen3")
+    model, _ = streamed(plain)
+    embeds = torch.randn(1, 12, 64)
+    results = []
+    for one in (plain, model):
+        mine = embeds.clone().requires_grad_()
+        one(inputs_embeds=mine, labels=batch(12)["labels"], use_cache=False).loss.backward()
+        assert torch.equal(mine.detach(), embeds)
+        results.append(mine.grad)
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_bf16_is_no_farther_from_fp32_than_plain_bf16(family):
+    """All gradients together within 1.5 times plain bf16's distance: sums over tiles are fp32."""
+    plain = tiny(family, dtype=torch.bfloat16)
+    model, _ = streamed(plain, LayerPlan(tile_tokens=4))
+    exact = copy.deepcopy(plain).float()
+    want, other, got = (
+        torch.cat([gradient.float().flatten() for gradient in step(one, batch(129))[1].values()])
+        for one in (exact, plain, model)
+    )
+    assert (got - want).norm() <= 1.5 * (other - want).norm()
+
+
+def test_under_autocast_the_backward_computes_as_the_forward_did():
+    plain = tiny("qwen3")
+    model, _ = streamed(plain)
+    found = []
+    for one in (plain, model):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = one(**batch(17), use_cache=False).loss
+        loss.backward()  # outside the autocast, as trainers do
+        found.append(torch.cat([gradient.flatten() for gradient in gradients(one).values()]))
+    exact = torch.cat([gradient.flatten() for gradient in step(tiny("qwen3"), batch(17))[1].values()])
+    assert (found[1] - exact).norm() <= 1.5 * (found[0] - exact).norm()
+    assert (found[1] - exact).norm() > 1e-4 * exact.norm()  # it did run in bf16
+
+
+def test_evaluation_generation_and_foreign_calls_take_the_models_own_path():
+    plain = tiny("qwen3")
+    model, streaming = streamed(plain)
+    ids = batch(9)["input_ids"]
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, plain(ids).logits, rtol=1e-5, atol=1e-5)
+    assert torch.equal(
+        model.eval().generate(ids, max_new_tokens=5, do_sample=False),
+        plain.eval().generate(ids, max_new_tokens=5, do_sample=False),
+    )
+    assert streaming.stats().attention_forwards == 0
+    model.train(), plain.train()
+    model.set_attn_implementation("eager")  # what `prepare` does for a call that needs a mask
+    mask = torch.tensor([[1] * 7 + [0] * 2])
+    data = batch(9) | {"attention_mask": mask}
+    assert_parity(plain, model, data)
+    assert streaming.stats().attention_forwards == 0
+
+
+def test_packed_positions_are_refused():
+    """R26: an all-ones mask hides packed rows from transformers, not from us."""
+    from megaspan.human import UserError
+
+    model, _ = streamed(tiny("qwen3"))
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
+    with pytest.raises(UserError, match="packed rows"):
+        model(**batch(8), position_ids=positions, attention_mask=torch.ones(1, 8, dtype=torch.int64), use_cache=False)
+
+
+def test_changing_a_late_token_reaches_no_earlier_position():
+    """P2 through streamed layers in training mode."""
+    model, _ = streamed(tiny("gemma3"), LayerPlan(tile_tokens=7))
+    ids = batch(40)["input_ids"]
+    changed = ids.clone()
+    changed[0, 23] = (ids[0, 23] + 1) % 128
+    differs = ((model(ids, use_cache=False).logits - model(changed, use_cache=False).logits).abs() > 1e-5).any(-1)[0].nonzero()
+    assert differs[:, 0].tolist() == list(range(23, 40))
+
+
+def test_no_tensor_of_the_mlp_is_as_long_as_the_row():
+    """Forward and backward of a 512-token row in tiles of 32: nothing of MLP width is larger than a tile's."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    rows = set()
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            for value in result if isinstance(result, tuple | list) else [result]:
+                if isinstance(value, torch.Tensor) and value.shape[-1:] == (96,) and value.ndim > 1 and value.shape[-2] != 64:
+                    rows.add(value.shape[-2])
+            return result
+
+    model, _ = streamed(tiny("qwen3"), LayerPlan(tile_tokens=32))
+    with Watch():
+        model(**batch(512), use_cache=False).loss.backward()
+    assert rows == {32}
+
+
+@pytest.mark.parametrize(("tokens", "size", "lengths"), [(10, 3, [3, 3, 3, 1]), (10, 10, [10]), (1, 5, [1]), (11, 6, [6, 5])])
+def test_tiles_are_even(tokens, size, lengths):
+    assert [cut.stop - cut.start for cut in tiles(tokens, size)] == lengths
+
+
+def test_long_tiles_are_multiples_of_128():
+    cuts = tiles(100_003, 8192)
+    assert {(cut.stop - cut.start) % 128 for cut in cuts[:-1]} == {0}
+    assert max(cut.stop - cut.start for cut in cuts) <= 8192
+    assert (cuts[0].start, cuts[-1].stop) == (0, 100_003)
+
+
+def test_sums_over_tiles_keep_small_parts():
+    """R55: 1,000 tiles of 1/256 after a tile of 1: bf16 sums would stay at 1."""
+    parameter = torch.zeros(2, dtype=torch.bfloat16)
+    sums = GradientSums([parameter, parameter])
+    for index in range(1001):
+        sums.add([torch.full((2,), 1.0 if index == 0 else 1 / 256, dtype=torch.bfloat16), None])
+    total, nothing = sums.take()
+    assert nothing is None
+    assert total.dtype == torch.bfloat16
+    torch.testing.assert_close(total.float(), torch.full((2,), 1 + 1000 / 256), rtol=4e-3, atol=0)
+
+
+def test_fp32_gradients_of_bf16_weights_stay_fp32_where_asked():
+    """A parameter with `grad_dtype` fp32 gets the fp32 sum, not one rounded to bf16."""
+    plain = tiny("qwen3", dtype=torch.bfloat16)
+    model, _ = streamed(plain)
+    weight = model.model.layers[0].mlp.up_proj.weight
+    weight.grad_dtype = torch.float32
+    step(model, batch(33))
+    assert weight.grad.dtype == torch.float32
+    assert not torch.equal(weight.grad, weight.grad.bfloat16().float())
