@@ -107,6 +107,31 @@ def test_padding_is_cut_away_exactly(side: str) -> None:
     assert_parity("gemma3", plan(), inputs | {"attention_mask": mask})
 
 
+def test_padding_on_the_left_needs_positions_without_rotary_ones() -> None:
+    """Families with learned positions count padding differently."""
+    mask, inputs = torch.ones(1, LENGTH, dtype=torch.int64), batch(LENGTH)
+    mask[0, :9] = 0
+    inputs["labels"][0, :10] = -100
+    model = prepare(tiny("qwen3"), settings(), plan())
+    model.config.rope_parameters = None
+    with pytest.raises(UserError, match="Give position_ids"):
+        model(**inputs, attention_mask=mask)
+    model(**inputs, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0))
+
+
+def test_a_refused_model_is_left_as_it_was() -> None:
+    """GPT-2 on its own layers: attention finds none that it knows, after it has begun."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"vocab_size": 128, "n_positions": 256, "n_embd": 64, "n_layer": 1, "n_head": 4}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0)).eval()
+    before, how = model(**batch(LENGTH)).logits, model.config._attn_implementation
+    with pytest.raises(UserError):
+        prepare(model, settings(), plan())
+    assert model.config._attn_implementation == how != "megaspan"
+    assert model(**batch(LENGTH)).logits.equal(before)
+
+
 def test_packed_documents_do_not_see_each_other() -> None:
     """Positions that start again are documents, as for plain transformers (which looks for them where there is no cache)."""
     positions = torch.cat([torch.arange(10), torch.arange(20), torch.arange(LENGTH - 30)])[None]

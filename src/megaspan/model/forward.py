@@ -212,6 +212,11 @@ def _backbone(
     hidden: list[torch.Tensor] = []
     routers: list[tuple[torch.Tensor, ...]] = []
     for piece in pieces:
+        if piece.start > 0 and arguments.get("position_ids") is None and not getattr(model.config, "rope_parameters", None):
+            raise UserError(
+                "padding on the left leaves the positions open: some families count it, others don't",
+                do="Give position_ids, or pad on the right",
+            )
         out = backbone(**_piece_inputs(arguments, piece), use_cache=False, return_dict=True, **more)
         hidden.append(out.last_hidden_state[0])
         if want_router:
@@ -229,7 +234,7 @@ def _piece_inputs(arguments: dict[str, Any], piece: Piece) -> dict[str, torch.Te
         row = piece.row % positions.shape[0]
         inputs["position_ids"] = positions[row : row + 1, piece.start : piece.stop]
     elif piece.start > 0:
-        # Padding on the left was counted by the plain model too.
+        # Rotary attention sees differences of positions only; these are the plain model's own, padding counted.
         inputs["position_ids"] = torch.arange(piece.start, piece.stop, device=inputs[name].device)[None]
     return inputs
 

@@ -148,9 +148,7 @@ def unprepare(model: Model) -> Model:
         raise UserError("the forward of the model was wrapped again after prepare", do="Undo that first")
     if state.checkpointing is not None:
         state.checkpointing.remove()
-    inner.set_attn_implementation(state.settings.plain_attention)
-    for module in inner.modules():
-        module.__dict__.pop("megaspan_kernels", None)  # what attention.install left on the layers
+    _restore_attention(inner, state.settings)
     del inner.forward
     del inner.__dict__[_STATE]
     return model
@@ -194,25 +192,37 @@ def _install(model: PreTrainedModel, args: SFTConfig, plan: Plan, settings: Sett
     from megaspan.layers.head import check_head
 
     head = check_head(model)
+    signature = signature_of(settings.original)
     before = proof.reference(model)
-    kernel = install(model)
     try:
+        kernel = install(model)
         proof.prove_attention(model, before)
+        state = Levers(args, plan, settings, kernel, head.describe(), on_layer=on_layer)
+        if plan.checkpoint:
+            _checkpoint(model, state)
     except BaseException:
-        model.set_attn_implementation(settings.plain_attention)
+        _restore_attention(model, settings)
         raise
-    state = Levers(args, plan, settings, kernel, head.describe(), on_layer=on_layer)
-    if plan.checkpoint:
-        from megaspan.layers.checkpoint import Checkpointing, checkpointed_layers
-
-        state.checkpointing = Checkpointing(
-            plan.offload, plan.keep_on_device, state.layer_reached, host_limit=plan.host_limit or None
-        )
-        state.checkpointing.install(model)
-        layer = checkpointed_layers(model)[0]
-        state.settings = replace(settings, checkpoint_seam=(layer, layer.__dict__["_gradient_checkpointing_func"]))
     model.__dict__[_STATE] = state
-    model.forward = types.MethodType(_prepared_forward(signature_of(settings.original)), model)
+    model.forward = types.MethodType(_prepared_forward(signature), model)
+
+
+def _checkpoint(model: PreTrainedModel, state: Levers) -> None:
+    from megaspan.layers.checkpoint import Checkpointing, checkpointed_layers
+
+    plan = state.plan
+    state.checkpointing = Checkpointing(
+        plan.offload, plan.keep_on_device, state.layer_reached, host_limit=plan.host_limit or None
+    )
+    state.checkpointing.install(model)
+    layer = checkpointed_layers(model)[0]
+    state.settings = replace(state.settings, checkpoint_seam=(layer, layer.__dict__["_gradient_checkpointing_func"]))
+
+
+def _restore_attention(model: PreTrainedModel, settings: Settings) -> None:
+    model.set_attn_implementation(settings.plain_attention)
+    for module in model.modules():
+        module.__dict__.pop("megaspan_kernels", None)  # what attention.install left on the layers
 
 
 def _prepared_forward(signature: inspect.Signature) -> Callable[..., Any]:
