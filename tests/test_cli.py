@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megaspan import cli
+from megaspan import cli, world
 from megaspan.config import SFTConfig
 from megaspan.human import UserError
 
@@ -103,11 +103,13 @@ def test_json_leaves_stdout_to_the_result(verb, config, capsys):
     captured = capsys.readouterr()
     assert json.loads(captured.out) == {"path": "run/model", "steps": 12}
     assert "a library talks" in captured.err
+    assert cli.main(["train", config]) == 0
+    assert capsys.readouterr().out == "path: run/model\nsteps: 12\n"
 
 
 @pytest.mark.parametrize(("fits", "code"), [(True, 0), (False, 1)])
 def test_plan_says_by_its_exit_code_whether_it_fits(verb, config, capsys, fits, code):
-    verb("megaspan.plan", plan_command=lambda given, machine: Plan(fits and machine.host_bytes > 0))
+    verb("megaspan.plan", plan_command=lambda given, machine: Plan(fits and machine == world.machine()))
     assert cli.main(["plan", config]) == code
     assert capsys.readouterr().out == "the plan\n"
     assert cli.main(["plan", config, "--json"]) == code
@@ -116,18 +118,23 @@ def test_plan_says_by_its_exit_code_whether_it_fits(verb, config, capsys, fits, 
 
 @pytest.mark.parametrize(("flags", "show"), [([], None), (["--show", "3"], 3), (["--show=0", "--seed", "1"], 0)])
 def test_data_shows_a_row(verb, config, capsys, flags, show):
-    verb("megaspan.data", data_command=lambda given, row: {"row": row}, render=lambda result: f"row {result['row']}")
+    verb("megaspan.data", data_command=lambda given, row: print(f"row {row}") or {"row": row})
     assert cli.main(["data", config, *flags]) == 0
     assert capsys.readouterr().out == f"row {show}\n"
+    assert cli.main(["data", config, *flags, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"row": show}
 
 
 def test_eval_and_export_pass_on_what_was_typed(verb, capsys):
     verb("megaspan.evaluate", evaluate_command=lambda what, flags: {"what": what, "flags": flags})
     assert cli.main(["eval", "run", "--max_length", "1M", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"what": "run", "flags": ["--max_length", "1M"]}
-    verb("megaspan.store", export=lambda run, out: Path(out))
+    merged = []
+    verb("megaspan.store", export=lambda run, out, merge: merged.append(merge) or Path(out))
     assert cli.main(["export", "run", "folder"]) == 0
     assert capsys.readouterr().out.startswith("folder ")
+    assert cli.main(["export", "run", "folder", "--merge"]) == 0
+    assert merged == [False, True]
 
 
 def test_env_needs_nothing(capsys):
@@ -152,6 +159,7 @@ def test_env_needs_nothing(capsys):
         (["train", "--max_length"], "max_length must be"),
         (["data", "--show", "x", "--max_length", "4k"], "--show must be a whole number"),
         (["--verbose"], "has no verb"),
+        (["env", "--json=yes"], "--json takes no value"),
     ],
 )
 def test_a_wrong_command_is_one_sentence_and_exit_code_2(words, sentence, capsys):

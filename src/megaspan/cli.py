@@ -15,7 +15,7 @@ import sys
 import textwrap
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from megaspan.human import UserError, UserErrors, missing_extra, nearest
@@ -43,6 +43,14 @@ class Call:
 
 
 @dataclass(frozen=True)
+class Flag:
+    """A flag of a verb itself. `value` names what follows it; without one it is a switch."""
+
+    help: str
+    value: str = ""
+
+
+@dataclass(frozen=True)
 class Verb:
     """One word after `megaspan`."""
 
@@ -50,7 +58,7 @@ class Verb:
     summary: str
     run: Callable[[Call], Result]
     places: tuple[int, int]  # the fewest and most words before the flags
-    own: dict[str, str] = field(default_factory=dict)
+    own: dict[str, Flag]
     takes_options: bool = False
 
 
@@ -64,12 +72,11 @@ def _train(call: Call) -> Result:
 
 
 def _data(call: Call) -> Result:
-    show = _whole_number(call, "show", 0)
+    show = _whole_number(call, "show")
     config = _config(call)
-    from megaspan import data
+    from megaspan.data import data_command
 
-    result = data.data_command(config, show)
-    return Result(_rendered(data, result), result)
+    return Result("", data_command(config, show))  # prints the ledger and the row itself, as it goes
 
 
 def _plan(call: Call) -> Result:
@@ -92,8 +99,8 @@ def _eval(call: Call) -> Result:
 def _export(call: Call) -> Result:
     from megaspan import store
 
-    out = store.export(call.places[0], call.places[1])
-    return Result(f"{out or call.places[1]} is a folder that plain transformers loads", {"out": str(out or call.places[1])})
+    out = store.export(call.places[0], call.places[1], merge="merge" in call.own)
+    return Result(f"{out} is a folder that plain transformers or peft loads", {"out": str(out)})
 
 
 def _env(call: Call) -> Result:
@@ -103,42 +110,34 @@ def _env(call: Call) -> Result:
     return Result(_lines(report), report)
 
 
-_NPROC = {"nproc": "N    processes, one per GPU; only 1 in this version"}
-_JSON = {"json": "     print the result for programs"}
+_JSON = {"json": Flag("print the result for programs")}
+_NPROC = {"nproc": Flag("processes, one per GPU; only 1 in this version", "N")}
+_SHOW = {"show": Flag("print row N with its trained tokens marked", "N")}
+_MERGE = {"merge": Flag("of a LoRA run, the base model with the adapter merged into it")}
 VERBS = {
     "train": Verb(
-        "train CONFIG.yaml [--name value …]",
-        "train as the file and the flags say",
-        _train,
-        (0, 1),
-        _NPROC | _JSON,
-        takes_options=True,
+        "train CONFIG.yaml [--name value …]", "train as the file and the flags say", _train, (0, 1), _NPROC | _JSON, True
     ),
     "data": Verb(
         "data CONFIG.yaml [--show N] [--name value …]",
-        "prepare the rows and print the token ledger",
+        "prepare the rows, print the token ledger",
         _data,
         (0, 1),
-        {"show": "N     print row N with its trained tokens marked"} | _JSON,
-        takes_options=True,
+        _SHOW | _JSON,
+        True,
     ),
     "plan": Verb(
-        "plan CONFIG.yaml [--name value …]",
-        "say what memory the run needs, before anything is loaded",
-        _plan,
-        (0, 1),
-        _JSON,
-        takes_options=True,
+        "plan CONFIG.yaml [--name value …]", "what the run needs, before anything is loaded", _plan, (0, 1), _JSON, True
     ),
     "eval": Verb(
         "eval WHAT [--name value …]",
-        "loss by position of a CONFIG.yaml, a run or a model folder",
+        "loss by position of a CONFIG.yaml, run or model folder",
         _eval,
         (1, 1),
         _NPROC | _JSON,
-        takes_options=True,
+        True,
     ),
-    "export": Verb("export RUN OUT", "write a folder that plain transformers loads", _export, (2, 2), _JSON),
+    "export": Verb("export RUN OUT [--merge]", "write a folder that plain transformers loads", _export, (2, 2), _MERGE | _JSON),
     "env": Verb("env", "versions, driver, kernels, memory and limits, for bug reports", _env, (0, 0), _JSON),
 }
 
@@ -148,8 +147,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     as_json = "--json" in arguments
     try:
-        # Libraries print where they like; only the result may reach stdout when a program reads it.
-        with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        # Libraries print where they like; only the result may reach stdout. What `data` prints is its result.
+        quiet = as_json or arguments[:1] != ["data"]
+        with contextlib.redirect_stdout(sys.stderr) if quiet else contextlib.nullcontext():
             result = _run(arguments)
     except (Exception, KeyboardInterrupt) as error:
         result = _failure(error)
@@ -192,8 +192,10 @@ def _take_apart(verb: Verb, words: list[str]) -> Call:
         name, equals, value = word.removeprefix("--").partition("=")
         if not word.startswith("--") or name not in verb.own:
             flags.append(word)
-        elif name == "json":
-            own[name] = "true"
+        elif not verb.own[name].value:
+            if equals:
+                raise UserError(f"--{name} takes no value", got=value)
+            own[name] = ""
         else:
             own[name] = value if equals else words.pop(0) if words and not words[0].startswith("--") else ""
     fewest, most = verb.places
@@ -212,7 +214,7 @@ def _config(call: Call) -> Any:
     return load_config(call.places[0] if call.places else None, call.flags)
 
 
-def _whole_number(call: Call, name: str, default: int | None) -> int | None:
+def _whole_number(call: Call, name: str) -> int | None:
     if name not in call.own:
         return None
     text = call.own[name]
@@ -222,7 +224,7 @@ def _whole_number(call: Call, name: str, default: int | None) -> int | None:
 
 
 def _one_process(call: Call) -> None:
-    if (count := _whole_number(call, "nproc", 1)) not in (None, 1):
+    if (count := _whole_number(call, "nproc")) not in (None, 1):
         raise UserError("--nproc must be 1: this version trains on one device", got=count, do="Leave it out")
 
 
@@ -279,7 +281,7 @@ interrupted with a complete checkpoint left."""
 
 def _verb_help(verb: Verb) -> str:
     lines = [f"megaspan {verb.usage}", "", f"  {verb.summary[0].upper()}{verb.summary[1:]}.", ""]
-    lines += [f"  --{name} {text}" for name, text in verb.own.items()]
+    lines += [f"  {f'--{name} {flag.value}':<12} {flag.help}" for name, flag in verb.own.items()]
     if verb.takes_options:
         lines += ["", *_options_help()]
     return "\n".join(lines)
