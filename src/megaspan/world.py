@@ -228,7 +228,8 @@ def set_allocator(environ: Any = None) -> Allocator:
     if own is None and torch.cuda.is_available():
         # For child processes by variable; for this one through torch, which may have read its environment already.
         environ[ALLOCATOR_VARIABLES[0]] = EXPANDABLE
-        torch._C._accelerator_setAllocatorSettings(EXPANDABLE)
+        newest = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+        (newest or torch.cuda.memory._set_allocator_settings)(EXPANDABLE)
     return allocator(environ)
 
 
