@@ -42,7 +42,7 @@ def test_the_header_shows_the_defaults_in_use():
     assert "packing: true (TRL: false); documents are joined until a row is full" in lines
     assert [re.match(r"\w+", line)[0] for line in lines] == [
         "output_dir", "dataset_num_proc", "packing", "packing_strategy", "per_device_train_batch_size",
-        "gradient_checkpointing_kwargs", "per_device_eval_batch_size", "logging_steps", "save_minutes",
+        "gradient_checkpointing_kwargs", "logging_steps", "save_minutes",
     ]  # fmt: skip
 
 

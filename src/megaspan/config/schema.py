@@ -177,7 +177,6 @@ class SFTConfig(BaseModel):
 
     eval_strategy: Strategy = Field("no", description="Evaluate never, every eval_steps, or after every epoch.")
     eval_steps: Steps | None = Field(None, description="Steps between evaluations; null is logging_steps.")
-    per_device_eval_batch_size: Count = Field(1, description="Rows per GPU in one evaluation batch.")
 
     logging_strategy: Strategy = Field("steps", description="Log never, every logging_steps, or after every epoch.")
     logging_steps: Steps = Field(1, description="Steps between logged lines.")
