@@ -1,0 +1,188 @@
+"""One measured case in a process of its own: `python -m benchmarks.case '{"system": "trl", …}'`.
+
+A process per case, so that an out-of-memory error, an allocator setting or a patched library of one case cannot touch the
+next. Random weights are made on the device, rows are random token ids: speed and memory do not depend on what the text says.
+Results go to stdout, one JSON object a line after the word RESULT; everything else is the library's own talk.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
+
+TINY: dict[str, Any] = {
+    "model_type": "qwen3",
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1000000,
+    "tie_word_embeddings": True,
+}
+
+
+def say(**result: Any) -> None:
+    """One result for the parent."""
+    print("RESULT " + json.dumps(result), flush=True)
+
+
+class Clock(TrainerCallback):
+    """Seconds and peak memory of every optimizer step, the same code for every system."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+        self.begun = 0.0
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        self.begun = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        cuda = torch.cuda.is_available()
+        if cuda:
+            torch.cuda.synchronize()
+        say(
+            step=state.global_step,
+            seconds=time.perf_counter() - self.begun,
+            peak_bytes=torch.cuda.max_memory_allocated() if cuda else 0,
+            reserved_bytes=torch.cuda.max_memory_reserved() if cuda else 0,
+            host_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        )
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
+        if logs and "loss" in logs:
+            say(loss=float(logs["loss"]))
+
+
+def shape_of(case: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of the named shape, with the case's number of layers."""
+    from megaspan.plan.facts import read_config
+
+    config = dict(TINY) if case["shape"] == "tiny" else read_config(case["shape"])
+    if case["layers"]:
+        config["num_hidden_layers"] = case["layers"]
+    return config
+
+
+def rows(case: dict[str, Any], vocab: int) -> Any:
+    """As many rows of random tokens as there are steps."""
+    from datasets import Dataset
+
+    generator = torch.Generator().manual_seed(1)
+    return Dataset.from_dict(
+        {"input_ids": [torch.randint(3, vocab, (case["tokens"],), generator=generator).tolist() for _ in range(case["steps"])]}
+    )
+
+
+def run_megaspan(case: dict[str, Any], folder: Path) -> None:
+    """megaspan through its public trainer, as a user would call it."""
+    from megaspan import SFTConfig, SFTTrainer
+
+    config = shape_of(case)
+    (folder / "shape").mkdir()
+    (folder / "shape" / "config.json").write_text(json.dumps(config))
+    args = SFTConfig(
+        output_dir=str(folder / "run"),
+        model_name_or_path=str(folder / "shape"),
+        max_length=case["tokens"],
+        max_steps=case["steps"],
+        dtype="bfloat16" if torch.cuda.is_available() else None,
+        allow_past_window=True,
+        gradient_checkpointing_kwargs={"offload": case["offload"]},
+        learning_rate=1e-5,
+        save_strategy="no",
+        disable_tqdm=True,
+        train_sampling_strategy="sequential",
+        **({"memory_limit": case["limit"]} if case["limit"] and torch.cuda.is_available() else {}),
+    )
+    trainer = SFTTrainer(args=args, train_dataset=rows(case, config["vocab_size"]), callbacks=[Clock(case["tokens"])])
+    trainer.train()
+
+
+def run_trl(case: dict[str, Any], folder: Path) -> None:
+    """TRL's trainer with the case's attention and checkpointing options, everything else at its defaults."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+    from trl import SFTConfig, SFTTrainer
+
+    cuda = torch.cuda.is_available()
+    config = shape_of(case)
+    config["max_position_embeddings"] = max(config["max_position_embeddings"], case["tokens"])
+    built = AutoConfig.for_model(**config, use_cache=False)
+    with torch.device("cuda" if cuda else "cpu"):
+        model = AutoModelForCausalLM.from_config(
+            built, dtype=torch.bfloat16 if cuda else torch.float32, attn_implementation=case["attention"]
+        )
+    words = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel({"<pad>": 0, "<eos>": 1, "word": 2}, unk_token="<pad>")),
+        pad_token="<pad>",
+        eos_token="<eos>",
+    )
+    kept = {name: True for name in ("offload", "selective") if case[name]}
+    args = SFTConfig(
+        output_dir=str(folder / "run"),
+        per_device_train_batch_size=1,
+        max_length=None,
+        max_steps=case["steps"],
+        bf16=cuda,
+        use_cpu=not cuda,
+        gradient_checkpointing=True,
+        gradient_checkpointing_kwargs=kept or None,
+        learning_rate=1e-5,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    SFTTrainer(
+        model=model,
+        args=args,
+        train_dataset=rows(case, config["vocab_size"]),
+        processing_class=words,
+        callbacks=[Clock(case["tokens"])],
+    ).train()
+
+
+def main(case: dict[str, Any]) -> int:
+    """Run one case; failures become results."""
+    if case["system"] == "megaspan":
+        from megaspan import world
+
+        world.set_allocator()
+    if case["limit"] and torch.cuda.is_available():
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, case["limit"] / total))
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    say(device=name, torch=torch.__version__)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            (run_megaspan if case["system"] == "megaspan" else run_trl)(case, Path(folder))
+        except torch.OutOfMemoryError as error:
+            say(failed="out of memory", why=str(error).splitlines()[0][:200])
+            return 1
+        except ImportError as error:
+            say(failed="not installed", why=str(error).splitlines()[0][:200])
+            return 1
+        except Exception as error:
+            say(failed=type(error).__name__, why=(str(error).strip().splitlines() or [""])[0][:300])
+            raise
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(json.loads(sys.argv[1])))
