@@ -94,3 +94,20 @@ def test_what_could_look_further_is_not_read(source: str) -> None:
 def test_characters_that_change_with_their_neighbours_are_not_settled() -> None:
     assert all(map(settled, "aZ0 \n\t,.é漢한Жя。_=$"))
     assert not any(map(settled, "\u0301\u1100\u1161ßſ\u00a0\u0085\x1c\u200d🙂²"))
+
+
+def test_what_only_seems_to_match_alone() -> None:
+    """A possessive part gives nothing back, and a counted one needs its count."""
+    for source, character in (("a?+a|b", "a"), ("(?>a?)a|b", "a"), ("a{2}|b", "a"), ("a(?!b)|b", "a"), ("ab|b", "a")):
+        pattern = read_pattern(source)
+        assert pattern is not None
+        assert not pattern.always_takes(character)
+        assert pattern.always_takes("b")
+
+
+def test_paths_through_parts_that_may_be_empty() -> None:
+    for source in ("ab?c", "a(?:b|d?)c", "(?:ab?)+c", "ab{0,2}c", "(?:b?a)*c"):
+        pattern = read_pattern(source)
+        assert pattern is not None
+        assert not pattern.separates("a", "c")
+        assert pattern.separates("c", "a")

@@ -157,5 +157,5 @@ def choose_renderer(existing: Sequence[str], wanted: Sequence[str] | None, text_
     """
     missing = [column for column in wanted or () if column not in existing]
     if missing:
-        raise UserError(f"{name} has no column {missing[0]!r}, which columns asks for", got=f"columns {', '.join(existing)}")
+        raise UserError(f"{name} has no column {missing[0]!r}, which columns asks for", allowed=", ".join(existing))
     return render_records(list(wanted or existing), text_field, name)

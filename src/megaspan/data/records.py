@@ -73,17 +73,14 @@ def render_records(columns: Sequence[str], text_field: str, place: str) -> Rende
         masks = tuple(column for column in (*MASK_COLUMNS, "attention_mask") if column in columns)
         return Renderer(("input_ids", *masks), lambda record, where: _ids(record, masks, where))
     chat = [column for column in CHAT_COLUMNS if column in columns]
-    named = ", ".join(columns) or "none"
     if chat:
         raise UserError(
             f"{place} holds chats ({', '.join(chat)}), which are not built yet: only plain text and input_ids are",
-            got=f"columns {named}",
             do="Name a column of plain text with dataset_text_field",
         )
     close = nearest(text_field, columns)
     raise UserError(
-        f"{place} has no column {text_field!r}",
-        got=f"columns {named}",
+        f"{place} has no column {text_field!r}, only {', '.join(columns) or 'none'}",
         do=f"Set dataset_text_field to {f'{close!r}, or to ' if close else ''}the column that holds the text",
     )
 

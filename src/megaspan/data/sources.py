@@ -86,7 +86,7 @@ def open_object(data: Any, wish: Wish) -> list[Source]:
         _no_shuffle(wish, "an IterableDataset")
         return [Stream("the dataset", lambda: data, None, wish.text_field)]
     if isinstance(data, Mapping):
-        raise UserError("a dataset from Python cannot be a mapping", got=f"keys {', '.join(map(str, data))}", do=_PYTHON_DATA)
+        raise UserError(f"a dataset from Python cannot be a mapping (of {', '.join(map(str, data))})", do=_PYTHON_DATA)
     if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
         return [Listed("the list", data, wish.text_field)]
     raise UserError("this object holds no documents", got=type(data).__name__, do=_PYTHON_DATA)

@@ -1,0 +1,320 @@
+"""What the user may name, and every refusal with what exists instead."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+
+from megaspan.data import Rows
+from megaspan.human import UserError
+from tests.data.given import prepare, texts_of
+
+datasets.disable_progress_bars()
+
+
+@pytest.fixture
+def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """`datasets` keeps its own cache below tmp_path and never asks the network."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    return tmp_path
+
+
+def rows_of(folder: Path, name: Any, **options: Any) -> Rows:
+    return prepare(folder / "cache", dataset_name=str(name), **{"max_length": 100, "packing": False, **options})
+
+
+def jsonl(path: Path, *records: Any) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def parquet(path: Path, **columns: Any) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    datasets.Dataset.from_dict(columns).to_parquet(str(path))
+    return path
+
+
+def test_one_file_is_one_document(tmp_path: Path) -> None:
+    """UTF-8 with or without its mark; line ends are the text's own."""
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfab\r\ncd\n")
+    assert texts_of(rows_of(tmp_path, tmp_path / "a.txt")) == ["ab\r\ncd\n$"]
+
+
+def test_a_folder_says_what_it_left_out(tmp_path: Path) -> None:
+    source = tmp_path / "src"
+    for name, data in {
+        "b.py": b"bb", "a.md": b"aa", "Makefile": b"mm", "sub/c.RS": b"cc", "z.png": b"\x89PNG", "y.bin": b"1", "x.bin": b"1",
+        "w.bin": b"1", "v.bin": b"1", "latin.txt": b"\xe4\xf6", "zero.txt": b"a\0b", "none.txt": b"", ".git/config": b"no",
+        "__pycache__/q.py": b"no", ".hidden.txt": b"no", "data.jsonl": b"{}",
+    }.items():  # fmt: skip
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_bytes(data)
+    rows = rows_of(tmp_path, source)
+    assert texts_of(rows) == ["mm$", "aa$", "bb$", "cc$"]
+    assert rows.ledger.empty_documents == 1
+    table = rows.ledger.table()
+    assert "1 file left out: binary (zero.txt)" in table
+    assert "1 file left out: not UTF-8 (latin.txt)" in table
+    assert "5 files left out: unknown ending (v.bin, w.bin, x.bin, …)" in table
+    assert "1 file left out: records beside text (data.jsonl)" in table
+    assert rows_of(tmp_path, source).ledger == rows.ledger
+
+
+def test_a_glob_takes_what_decodes_and_reads_records(tmp_path: Path) -> None:
+    for name in ("b.log", "a.log", "deep/c.log"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name[-5])
+    (tmp_path / "broken.log").write_bytes(b"\xff\xfe")
+    assert texts_of(rows_of(tmp_path, tmp_path / "*.log")) == ["a$", "b$"]
+    assert texts_of(rows_of(tmp_path, tmp_path / "**/*.log")) == ["a$", "b$", "c$"]
+    jsonl(tmp_path / "a.jsonl", {"text": "one"}, {"text": "two"})
+    assert texts_of(rows_of(tmp_path, tmp_path / "a.*")) == ["a$", "one$", "two$"]
+
+
+def test_a_named_file_that_is_no_text_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xff\xfea\0")
+    with pytest.raises(UserError, match=r"a\.txt is no text: binary"):
+        rows_of(tmp_path, tmp_path / "a.txt")
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("bok.txt", r"does not exist.* Did you mean .*/book\.txt"),
+        ("none/book.txt", r"The folder .*none does not exist"),
+        ("*.md", "no file matches"),
+        ("book.txt.gz", "is packed"),
+        ("data.csv", r"not read directly.*datasets: \[\{path: csv, data_files: .*data.csv\}\]"),
+        ("void", "is an empty folder"),
+        ("images", r"no text file; 1 file left out: unknown ending \(a.png\).*by a glob"),
+    ],
+)
+def test_what_is_not_there_is_named(tmp_path: Path, name: str, sentence: str) -> None:
+    for file in ("book.txt", "book.txt.gz", "data.csv", "images/a.png"):
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text("x")
+    (tmp_path / "void").mkdir()
+    with pytest.raises(UserError, match=sentence):
+        rows_of(tmp_path, tmp_path / name)
+
+
+def test_a_name_that_is_nowhere(cached: Path) -> None:
+    with pytest.raises(UserError, match="dataset 'nobody/no-such-data' was not found on this machine, nor"):
+        rows_of(cached, "nobody/no-such-data")
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_records_with_a_text_column(cached: Path, kind: str) -> None:
+    texts = ["one", None, "", "two", "three"]
+    if kind == "jsonl":
+        path = jsonl(cached / "d.jsonl", *({"n": 1, "text": text} for text in texts))
+    else:
+        path = parquet(cached / "d.parquet", n=[1] * 5, text=texts)
+    assert texts_of(rows_of(cached, path)) == ["one$", "two$", "three$"]
+    assert rows_of(cached, path).ledger.empty_documents == 2
+    shuffled = texts_of(rows_of(cached, path, shuffle_dataset=True, seed=1))
+    assert sorted(shuffled) == ["one$", "three$", "two$"]
+    assert texts_of(rows_of(cached, path, max_rows=1)) == ["one$"]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize(
+    ("column", "values", "sentence"),
+    [
+        ("txt", ["a"], "has no column 'text', only n, txt. Set dataset_text_field to 'txt', or"),
+        ("text", [["a"]], "record 1: column 'text' holds a list of texts|line 1: column 'text' holds a list of texts"),
+        ("text", [5], "column 'text' holds a number; allowed: text, or null"),
+        ("messages", [[{"role": "user", "content": "x"}]], r"holds chats \(messages\), which are not built yet"),
+        ("prompt", ["a"], r"holds chats \(prompt\), which are not built yet"),
+        ("conversations", ["a"], r"holds chats \(conversations\)"),
+        ("input_ids", [[1, -2]], "no token id; got -2"),
+        ("input_ids", [[1.5]], "holds a list of fractions|holds ndarray|holds numbers"),
+        ("input_ids", [[[1]]], "holds a list of lists"),
+        ("input_ids", ["a"], "holds text; allowed: a flat list of whole numbers"),
+    ],
+)
+def test_wrong_columns_are_named(tmp_path: Path, kind: str, column: str, values: list[Any], sentence: str) -> None:
+    if kind == "jsonl":
+        path = jsonl(tmp_path / "d.jsonl", *({"n": 1, column: value} for value in values))
+    else:
+        path = parquet(tmp_path / "d.parquet", n=[1] * len(values), **{column: values})
+    with pytest.raises(UserError, match=sentence):
+        rows_of(tmp_path, path)
+
+
+def test_a_line_without_the_column_is_no_empty_document(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "d.jsonl", {"text": "a"}, {"txt": "b"})
+    with pytest.raises(UserError, match=r"d.jsonl, line 2 has no column 'text', only txt"):
+        rows_of(tmp_path, path)
+    path.write_text('{"text": "a"}\n{"text": \n')
+    with pytest.raises(UserError, match=r"line 2 is no JSON"):
+        rows_of(tmp_path, path)
+    path.write_text('["a"]\n')
+    with pytest.raises(UserError, match=r"line 1 holds list; allowed: one JSON object a line"):
+        rows_of(tmp_path, path)
+
+
+def test_text_field_and_columns(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "d.jsonl", {"body": "ab", "text": "cd", "input_ids": [70, 71]})
+    assert texts_of(rows_of(tmp_path, path)) == ["FG"]
+    assert texts_of(rows_of(tmp_path, path, dataset_text_field="body")) == ["ab$"]
+    named = {"max_length": 100, "packing": False}
+    assert texts_of(prepare(tmp_path / "c", datasets=[{"path": str(path), "columns": ["text"]}], **named)) == ["cd$"]
+    with pytest.raises(UserError, match="has no column 'nope', which columns asks for; allowed: body, text, input_ids"):
+        prepare(tmp_path / "c", datasets=[{"path": str(path), "columns": ["nope"]}], **named)
+
+
+@pytest.mark.parametrize(
+    ("extra", "sentence"),
+    [
+        ({"labels": [1, 3]}, "labels differ from input_ids"),
+        ({"labels": [1]}, "labels has 1 entries; allowed: as many as input_ids, 2"),
+        ({"completion_mask": [0, 2]}, "completion_mask must hold only 0 and 1"),
+        ({"attention_mask": [1, 0]}, "attention_mask hides tokens"),
+        ({"position_ids": [0, 0]}, r"packed elsewhere \(position_ids\)"),
+    ],
+)
+def test_ids_with_something_that_would_be_ignored(tmp_path: Path, extra: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        rows_of(tmp_path, jsonl(tmp_path / "d.jsonl", {"input_ids": [1, 2], **extra}))
+
+
+def test_a_completion_mask_is_kept(tmp_path: Path) -> None:
+    record = {"input_ids": [5, 6, 7, 8], "completion_mask": [0, 0, 1, 1], "attention_mask": [1, 1, 1, 1]}
+    assert rows_of(tmp_path, jsonl(tmp_path / "d.jsonl", record))[0].labels.tolist() == [-100, -100, 7, 8]
+
+
+def test_a_folder_of_records_with_splits(cached: Path) -> None:
+    """As on the hub: data/train-*.parquet beside a README that is no document."""
+    hub = cached / "hub"
+    parquet(hub / "data" / "train-00000-of-00001.parquet", text=["a", "b"])
+    parquet(hub / "data" / "test-00000-of-00001.parquet", text=["c"])
+    (hub / "README.md").write_text("about")
+    assert texts_of(rows_of(cached, hub)) == ["a$", "b$"]
+    assert rows_of(cached, hub).reused
+    assert texts_of(rows_of(cached, hub, split="test")) == ["c$"]
+    assert texts_of(rows_of(cached, hub, dataset_streaming=True)) == ["a$", "b$"]
+    assert rows_of(cached, hub, dataset_streaming=True).reused
+    assert texts_of(rows_of(cached, hub, dataset_train_split="train[:1]")) == ["a$"]
+    with pytest.raises(UserError, match=r"has no split 'valid'; allowed: (train, test|test, train)"):
+        rows_of(cached, hub, dataset_train_split="valid")
+    with pytest.raises(UserError, match="shuffle_dataset needs every document within reach"):
+        rows_of(cached, hub, dataset_streaming=True, shuffle_dataset=True)
+    with pytest.raises(UserError, match="was not found locally"):
+        rows_of(cached, hub, dataset_config="french")
+
+
+def test_a_folder_that_datasets_wrote(cached: Path) -> None:
+    data = datasets.Dataset.from_dict({"text": ["a", "b"]})
+    data.save_to_disk(str(cached / "one"))
+    datasets.DatasetDict({"train": data, "test": data.select([1])}).save_to_disk(str(cached / "two"))
+    assert texts_of(rows_of(cached, cached / "one")) == ["a$", "b$"]
+    assert rows_of(cached, cached / "one").reused
+    assert texts_of(rows_of(cached, cached / "two", split="test")) == ["b$"]
+    with pytest.raises(UserError, match="it was saved as one dataset"):
+        rows_of(cached, cached / "one", split="test")
+    with pytest.raises(UserError, match="has no split 'x'; allowed: test, train"):
+        rows_of(cached, cached / "two", dataset_train_split="x")
+
+
+def test_a_format_with_data_files(cached: Path) -> None:
+    (cached / "d.csv").write_text("text,n\nab,1\ncd,2\n")
+    entry = {"path": "csv", "data_files": str(cached / "d.csv")}
+    assert texts_of(prepare(cached / "c", datasets=[entry], max_length=100, packing=False)) == ["ab$", "cd$"]
+
+
+def test_several_datasets_in_their_order(cached: Path) -> None:
+    (cached / "a.txt").write_text("aa")
+    entries = [{"path": str(jsonl(cached / "b.jsonl", {"text": "bb"}))}, {"path": str(cached / "a.txt")}]
+    rows = prepare(cached / "c", datasets=entries, max_length=100, packing=False)
+    assert texts_of(rows) == ["bb$", "aa$"]
+    assert [source.documents for source in rows.ledger.sources] == [1, 1]
+
+
+def test_local_files_have_no_configuration(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("aa")
+    with pytest.raises(UserError, match="is local, so it has no configuration 'french'"):
+        rows_of(tmp_path, tmp_path / "a.txt", dataset_config="french")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        ["ab", "cd"],
+        [{"text": "ab"}, {"text": "cd"}],
+        [[97, 98, 1], [99, 100, 1]],
+        np.array([[97, 98, 1], [99, 100, 1]]),
+        torch.tensor([[97, 98, 1], [99, 100, 1]]),
+        datasets.Dataset.from_dict({"text": ["ab", "cd"]}),
+        datasets.Dataset.from_dict({"input_ids": [[97, 98, 1], [99, 100, 1]]}),
+        datasets.Dataset.from_dict({"input_ids": [[97, 98, 1], [99, 100, 1]]}).with_format("torch"),
+        datasets.Dataset.from_dict({"text": ["ab", "no", "cd"]}).select([0, 2]),
+        datasets.Dataset.from_dict({"text": ["ab", "cd"]}).to_iterable_dataset(),
+        datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": ["ab", "cd"]})}),
+    ],
+    ids=lambda data: type(data).__name__,
+)
+def test_data_from_python(tmp_path: Path, data: Any) -> None:
+    rows = prepare(tmp_path, data, max_length=100, packing=False)
+    assert texts_of(rows) == ["ab$", "cd$"]
+    again = prepare(tmp_path, data, max_length=100, packing=False)
+    assert again.reused == (not isinstance(data, datasets.IterableDataset))
+    assert again.fingerprint == rows.fingerprint
+    assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == 1
+
+
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        (iter(["a"]), "this object holds no documents"),
+        ({"text": ["a"]}, r"cannot be a mapping \(of text\)"),
+        ([{"txt": "a"}], "the list has no column 'text', only txt"),
+        ([5], "the list, item 0 holds a number"),
+        (datasets.Dataset.from_dict({"txt": ["a"]}), "the dataset has no column 'text', only txt"),
+        (datasets.DatasetDict({"all": datasets.Dataset.from_dict({"text": ["a"]})}), "no split 'train'; allowed: all"),
+        ("nowhere/at/all.txt", "does not exist"),
+    ],
+)
+def test_python_data_that_cannot_be_read(tmp_path: Path, data: Any, sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        prepare(tmp_path, data)
+
+
+def test_an_iterable_dataset_is_not_read_further_than_needed(tmp_path: Path) -> None:
+    seen = []
+
+    def records() -> Any:
+        for number in range(1000):
+            seen.append(number)
+            yield {"text": "x" * 10_000}
+
+    stream = datasets.IterableDataset.from_generator(records)
+    rows = prepare(tmp_path, stream, max_length=100, max_rows=3)
+    assert len(rows) == 3
+    assert len(seen) < 20
+    with pytest.raises(UserError, match="an IterableDataset gives them one by one"):
+        prepare(tmp_path, stream, shuffle_dataset=True)
+
+
+def test_parquet_batches_are_measured_in_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R81: a few documents of 800 MB must never meet in one Arrow array."""
+    from megaspan.data import tables
+
+    monkeypatch.setattr(tables, "_BATCH_BYTES", 1000)
+    path = parquet(tmp_path / "d.parquet", text=[letter * 900 for letter in "abcdef"])
+    sizes = []
+    original = tables._arrow_records
+    monkeypatch.setattr(tables, "_arrow_records", lambda table: sizes.append(table.num_rows) or original(table))
+    rows = rows_of(tmp_path, path, max_length=1000)
+    assert [text[0] for text in texts_of(rows)] == list("abcdef")
+    assert max(sizes) <= 2
+    assert tables._batch_size(3 * 800 * 2**20, 3) == 1
+    assert tables._batch_size(0, 0) == 1000
