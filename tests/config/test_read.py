@@ -37,6 +37,16 @@ def test_a_file_and_flags_over_it(write):
     assert not config.offload
 
 
+def test_what_a_flag_makes_idle_in_the_file_goes(write):
+    path = write("max_length: 4k\nnum_train_epochs: 3\nsave_steps: 5\nsave_total_limit: 2\nuse_peft: true\nlora_r: 8\n")
+    config = load_config(path, ["--max_steps", "5", "--save_strategy", "no", "--no-use_peft"])
+    assert (config.max_steps, config.save_strategy, config.use_peft) == (5, "no", False)
+    assert not {"num_train_epochs", "save_steps", "save_total_limit", "lora_r"} & set(config.given())
+    found = errors_of(path, "--max_steps", "5", "--num_train_epochs", "2")
+    assert [error for error in found if "num_train_epochs has no effect" in error]
+    assert "line 2" in errors_of(write("max_length: 4k\nnum_train_epochs: 3\nmax_steps: 5\n"), "--save_strategy", "no")[0]
+
+
 def test_flags_alone_are_enough():
     assert load_config(None, ["--max_length", "1M"]) == SFTConfig(max_length="1M")
 

@@ -115,20 +115,28 @@ INERT: tuple[Inert, ...] = (
 )
 
 
-def inert(config: SFTConfig) -> Iterator[tuple[str, tuple[str, ...], UserError]]:
-    """The options that change nothing here, set or not, each with the options it depends on and its sentence."""
-    for rule in INERT:
-        if rule.idle(config):
-            error = UserError(f"{rule.option} has no effect {rule.because}", do=rule.do, option=rule.option)
-            yield rule.option, rule.others, error
+class WithoutEffect(UserError):
+    """An option that changes nothing beside `others`."""
+
+    def __init__(self, rule: Inert) -> None:
+        super().__init__(f"{rule.option} has no effect {rule.because}", do=rule.do, option=rule.option)
+        self.others = rule.others
+
+
+def idle_options(config: SFTConfig) -> set[str]:
+    """The options that change nothing here, set or not."""
+    return {rule.option for rule in INERT if rule.idle(config)}
 
 
 def combinations(config: SFTConfig, wrong: set[str]) -> list[UserError]:
     """Every broken rule that involves no option of `wrong` (those already have an error of their own)."""
-    errors = [
-        error
-        for option, others, error in inert(config)
-        if option in config.model_fields_set and getattr(config, option) is not None and not wrong & {option, *others}
+    errors: list[UserError] = [
+        WithoutEffect(rule)
+        for rule in INERT
+        if rule.option in config.model_fields_set
+        and getattr(config, rule.option) is not None
+        and not wrong & {rule.option, *rule.others}
+        and rule.idle(config)
     ]
     for options, message, do in _conflicts(config):
         if not wrong & set(options):

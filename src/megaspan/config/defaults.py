@@ -14,7 +14,7 @@ from megaspan.config.schema import SFTConfig
 
 def differing_defaults(config: SFTConfig) -> list[str]:
     """One line for each default in use that is another in TRL, and for each word that means something else there."""
-    idle = {option for option, _, _ in checks.inert(config)}
+    idle = checks.idle_options(config)
     lines = [
         f"{name}: {shown(name, getattr(config, name))} (TRL: {as_yaml(entry['trl'])}); {entry['differs']}"
         for name, entry in (foreign.table()["supported"] | foreign.table()["own"]).items()

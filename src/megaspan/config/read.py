@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from megaspan.config import foreign
+from megaspan.config.checks import WithoutEffect
 from megaspan.config.schema import SFTConfig, allowed_of
 from megaspan.human import UserError, UserErrors
 
@@ -42,25 +43,32 @@ def load_config(path: str | Path | None, flags: Sequence[str] = ()) -> SFTConfig
 
     Args:
         path: a YAML file of options, or None for flags alone.
-        flags: `--name value`, `--name=value`, `--name` (true) or `--no-name` (false); `-` and `_` are the same.
+        flags: `--name value`, `--name=value`, `--name` (true) or `--no-name` (false); `-` and `_` are the same. What a flag
+            makes idle in the file is left out.
 
     Raises:
         UserErrors: every mistake of file and flags, each with its line or flag.
     """
     errors: list[UserError] = []
     places: dict[str, str] = {}
-    options: dict[str, Any] = {}
-    if path is not None:
-        options = _read_file(Path(path), places, errors)
-    options |= _read_flags(flags, places, errors)
-    config = None
-    try:
-        config = SFTConfig(**options)
-    except UserErrors as found:
-        errors += [error.at(places[error.option]) if error.option in places else error for error in found.errors]
+    written = _read_file(Path(path), places, errors) if path is not None else {}
+    typed = _read_flags(flags, places, errors)
+    config, found = _checked(written | typed)
+    # `--max_steps 5` over a file with num_train_epochs: the flag is meant, and what it makes idle in the file goes.
+    idle = {error.option for error in found if isinstance(error, WithoutEffect) and set(error.others) & typed.keys()}
+    if idle - typed.keys():
+        config, found = _checked({name: value for name, value in (written | typed).items() if name not in idle - typed.keys()})
+    errors += [error.at(places[error.option]) if error.option in places else error for error in found]
     if errors or config is None:
         raise UserErrors(errors)
     return config
+
+
+def _checked(options: dict[str, Any]) -> tuple[SFTConfig | None, tuple[UserError, ...]]:
+    try:
+        return SFTConfig(**options), ()
+    except UserErrors as found:
+        return None, found.errors
 
 
 def _read_file(path: Path, places: dict[str, str], errors: list[UserError]) -> dict[str, Any]:

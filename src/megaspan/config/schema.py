@@ -231,7 +231,7 @@ class SFTConfig(BaseModel):
     @model_serializer(mode="wrap")
     def _without_idle(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """`model_dump()` leaves out what has no effect here, so that the dump of a run is a legal file again."""
-        idle = {option for option, _, _ in checks.inert(self)}
+        idle = checks.idle_options(self)
         return {name: value for name, value in dump(self).items() if name not in idle}
 
     def resolved(self) -> dict[str, Any]:
