@@ -1,0 +1,77 @@
+"""`transformers.TrainerCallback` objects, called with the real `TrainingArguments`, `TrainerState` and `TrainerControl`.
+
+Callbacks written for `transformers` or TRL (early stopping, loggers, profilers) work unchanged. When to log, evaluate and save is
+decided by transformers' own `DefaultFlowCallback`, so `logging_steps`, `eval_strategy` and the rest mean what they mean there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, ExportableState
+
+from megaspan.config import SFTConfig
+
+# What TrainingArguments would act upon by itself when constructed; the callbacks only read the values.
+_SET_HERE = {
+    "output_dir",
+    "bf16",
+    "report_to",
+    "use_cpu",
+    "fp16",
+    "tf32",
+    "full_determinism",
+    "resume_from_checkpoint",
+    "disable_tqdm",
+}
+
+
+class Callbacks:
+    """The callbacks of one run, with the state that they see."""
+
+    def __init__(
+        self, config: SFTConfig, callbacks: Sequence[TrainerCallback | type[TrainerCallback]] | None, model: Any, tokenizer: Any
+    ) -> None:
+        self.arguments = training_arguments(config)
+        self.state = TrainerState()
+        self.control = TrainerControl()
+        self.handler = CallbackHandler([DefaultFlowCallback, *(callbacks or ())], model, tokenizer, None, None)
+
+    def call(self, event: str, **details: Any) -> TrainerControl:
+        """Calls `event` ("on_step_end", …) on every callback and returns the control object they leave."""
+        self.control = self.handler.call_event(event, self.arguments, self.state, self.control, **details)
+        return self.control
+
+    def begin_step(self) -> None:
+        """As `TrainerControl` documents: save, evaluate and log requests last for one step."""
+        self.control.should_save = self.control.should_evaluate = self.control.should_log = False
+        self.call("on_step_begin")
+
+    def export_state(self) -> dict[str, Any]:
+        """State of callbacks that have one (early stopping), for a checkpoint."""
+        return {type(callback).__name__: callback.state() for callback in self._stateful()}
+
+    def load_state(self, saved: dict[str, Any]) -> None:
+        """Restores what `export_state` wrote."""
+        for callback in self._stateful():
+            state = saved.get(type(callback).__name__)
+            if state is not None:
+                for name, value in (state["args"] | state["attributes"]).items():
+                    setattr(callback, name, value)
+
+    def _stateful(self) -> list[Any]:
+        return [callback for callback in self.handler.callbacks if isinstance(callback, ExportableState)]
+
+
+def training_arguments(config: SFTConfig) -> TrainingArguments:
+    """transformers' `TrainingArguments` with the values of `config` wherever the option exists there."""
+    values = config.model_dump()
+    known = {field.name for field in fields(TrainingArguments) if field.init}
+    shared = {name: values[name] for name in (known - _SET_HERE) & values.keys() if values[name] is not None}
+    # transformers 5.24 renamed it and warns of the old name even where nobody has set it.
+    checkpointing = "activation_checkpointing" if "activation_checkpointing" in known else "gradient_checkpointing"
+    shared[checkpointing] = config.gradient_checkpointing
+    return TrainingArguments(output_dir=config.output_dir, report_to="none", use_cpu=True, bf16=False, **shared)

@@ -1,0 +1,154 @@
+"""The training loop: forward and backward over a window's rows, one clip, one update, one line.
+
+A step at a million tokens lasts minutes to an hour, so everything around it is made for long steps: the progress bar moves by layers,
+a signal abandons the open step at the next layer and leaves a complete checkpoint of the last one, checkpoints come by minutes
+(`save_minutes`) as well as by steps, and an update that has begun is always finished, so that no half-updated weights are ever saved.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megaspan.config import SFTConfig
+from megaspan.optimizer import Optimizer
+from megaspan.report import Metrics, Progress
+from megaspan.trainer.callbacks import Callbacks
+from megaspan.trainer.interrupt import Interrupted, Interrupts
+from megaspan.trainer.job import Job
+from megaspan.trainer.schedule import Schedule
+from megaspan.trainer.step import Accumulator, Sums
+
+
+@dataclass
+class Loop:
+    """One call of `train`: from the step that the state stands at to the last.
+
+    Attributes:
+        evaluate: measures the held-out rows and returns named values.
+        save: writes a complete checkpoint of the state as it stands.
+    """
+
+    args: SFTConfig
+    job: Job
+    optimizer: Optimizer
+    callbacks: Callbacks
+    schedule: Schedule
+    metrics: Metrics
+    progress: Progress
+    interrupts: Interrupts
+    evaluate: Callable[[], dict[str, float]]
+    save: Callable[[], None]
+
+    def run(self) -> None:
+        """Trains; on a signal, saves the last complete step and raises `Interrupted`."""
+        state, steps_per_epoch = self.callbacks.state, self.schedule.steps_per_epoch
+        self._unlogged, self._all = Sums(), Sums()
+        self._lengths: list[int] = []
+        self._saved_at = self._logged_at = time.monotonic()
+        self._accumulator = Accumulator(self.job.model, self.job.device)
+        self.job.watch_layers(self._layer)
+        self.job.model.train()
+        self.callbacks.call("on_train_begin")
+        try:
+            while state.global_step < self.schedule.total_steps and not self.callbacks.control.should_training_stop:
+                if state.global_step % steps_per_epoch == 0:
+                    self.callbacks.call("on_epoch_begin")
+                self.callbacks.begin_step()
+                self._step(state.global_step)
+                self.callbacks.call("on_step_end")
+                if state.global_step % steps_per_epoch == 0:
+                    self.callbacks.call("on_epoch_end")
+                self._log_evaluate_save()
+        except Interrupted:
+            self.job.discard_step()
+            self.optimizer.zero_grad()
+            self.progress.phase("saving")
+            self.save()
+            raise
+        finally:
+            self.job.watch_layers(None)
+        self.callbacks.call("on_train_end")
+
+    @property
+    def mean_loss(self) -> float:
+        """Loss per trained token over this call of `train`, nats."""
+        return self._all.means().get("loss", math.nan)
+
+    def _step(self, step: int) -> None:
+        """Optimizer step `step`, counted from 0."""
+        self.job.reset_peaks()
+        self.progress.begin_step(step + 1)
+        rows = [self.job.rows[number] for number in self.schedule.window(step)]
+        self._accumulator.backward(rows)
+        sums = self._accumulator.sums()
+        self.interrupts.check()
+        self.progress.phase("optimizer")
+        self.callbacks.call("on_pre_optimizer_step")
+        self._learning_rate = self.optimizer.learning_rate
+        self._norm = self._update(sums, step)
+        self.callbacks.call("on_optimizer_step")
+        self.optimizer.zero_grad()
+        self.job.synchronize()
+        self._unlogged.add(sums)
+        self._all.add(sums)
+        self._lengths += [len(row.input_ids) for row in rows]
+        state = self.callbacks.state
+        state.global_step, state.epoch = step + 1, self.schedule.epoch_after(step)
+        state.num_input_tokens_seen += sums.tokens
+        if step == 0 and sums.trained:
+            warning = self.job.judge_first_loss(sums.loss / sums.trained, self.schedule.window(step))
+            if warning:
+                self.progress.say(warning)
+
+    def _update(self, sums: Sums, step: int) -> float:
+        """Clips and updates; returns the gradient norm before clipping. A step without a trained token changes nothing."""
+        if sums.trained == 0:
+            self.progress.say(f"step {step + 1}: no token of its rows is trained (all labels are -100): nothing was updated")
+            self.optimizer.skip()
+            return 0.0
+        norm = self.optimizer.clip(self.args.max_grad_norm)
+        if not math.isfinite(norm):
+            raise RuntimeError(
+                f"step {step + 1}: the gradient norm is {norm} (loss {sums.loss / sums.trained:.4g}). Nothing was updated; "
+                f"the last checkpoint is intact. A smaller learning_rate or a look at the rows {self.schedule.window(step)} comes next."
+            )
+        self.optimizer.step()
+        return norm
+
+    def _log_evaluate_save(self) -> None:
+        control, state = self.callbacks.control, self.callbacks.state
+        if control.should_log:
+            now = time.monotonic()
+            entry = self._unlogged.means() | {
+                "grad_norm": self._norm,
+                "learning_rate": self._learning_rate,
+                "num_tokens": float(state.num_input_tokens_seen),
+                "epoch": round(state.epoch, 4),
+            }
+            entry |= self.job.speed(self._unlogged.tokens, self._lengths, now - self._logged_at)
+            self._log(entry)
+            self._unlogged, self._lengths, self._logged_at = Sums(), [], now
+        if control.should_evaluate:
+            self._log(self.evaluate() | {"epoch": round(state.epoch, 4)})
+            self._logged_at = time.monotonic()
+        minutes = (time.monotonic() - self._saved_at) / 60
+        if control.should_save or (self.args.save_strategy != "no" and minutes >= self.args.save_minutes):
+            self.progress.phase("saving")
+            self.save()
+            self.callbacks.call("on_save")
+            self._saved_at = self._logged_at = time.monotonic()
+
+    def _log(self, entry: dict[str, float]) -> None:
+        state = self.callbacks.state
+        state.log_history.append(entry | {"step": state.global_step})
+        self.metrics.log(state.global_step, entry)
+        self.progress.log(state.global_step, entry)
+        self.callbacks.call("on_log", logs=entry)
+
+    def _layer(self, phase: str, index: int) -> None:
+        """At every layer boundary of a step, on whichever thread runs it."""
+        self.interrupts.check()
+        self.progress.layer(phase, index)

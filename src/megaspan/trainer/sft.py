@@ -1,0 +1,254 @@
+"""`SFTTrainer`: the main job, with the constructor and the methods that users of TRL know.
+
+What makes a million tokens possible is in the levers that `prepare` puts on the model; what is here is what a step of minutes asks
+for: everything that can fail is tried before the first step, a checkpoint is complete or absent, a signal is answered at the next
+layer, a resume reads nothing twice.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerState
+from transformers.trainer_utils import TrainOutput
+
+from megaspan import store
+from megaspan.config import SFTConfig
+from megaspan.human import UserError
+from megaspan.optimizer import Optimizer
+from megaspan.report import Line, Metrics, Progress, print_header
+from megaspan.trainer.callbacks import Callbacks
+from megaspan.trainer.interrupt import Interrupts
+from megaspan.trainer.job import Job, refuse_parameters, set_up
+from megaspan.trainer.loop import Loop
+from megaspan.trainer.schedule import Schedule
+from megaspan.trainer.step import Accumulator, Sums
+
+
+class SFTTrainer:
+    """Fine-tunes a causal language model on rows of up to millions of tokens.
+
+    Args:
+        model: a hub name, a model folder, a shape name, or a `transformers` model; None takes `args.model_name_or_path`.
+        args: the options.
+        train_dataset: a `datasets` object, a path, or a list of strings, dicts or token ids; None takes `args.dataset_name`.
+        eval_dataset: held-out data, the same kinds.
+        processing_class: the tokenizer; None loads the model's own.
+        callbacks: `transformers.TrainerCallback` objects or classes.
+        peft_config: a `peft.LoraConfig`; None takes `args.use_peft` and its `lora_*` options.
+        data_collator, compute_loss_func, compute_metrics, optimizers, optimizer_cls_and_kwargs,
+            preprocess_logits_for_metrics, quantization_config, formatting_func: TRL's other parameters; refused by name unless None.
+
+    Raises:
+        UserError: a wrong option, data or model, before any weight is loaded where that can be seen.
+    """
+
+    def __init__(
+        self,
+        model: str | PreTrainedModel | None = None,
+        args: SFTConfig | None = None,
+        data_collator: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        compute_loss_func: Callable | None = None,
+        compute_metrics: Callable | None = None,
+        callbacks: Sequence[TrainerCallback | type[TrainerCallback]] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        optimizer_cls_and_kwargs: Any = None,
+        preprocess_logits_for_metrics: Callable | None = None,
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        formatting_func: Callable | None = None,
+    ) -> None:
+        refuse_parameters(
+            data_collator=data_collator,
+            compute_loss_func=compute_loss_func,
+            compute_metrics=compute_metrics,
+            optimizers=None if optimizers == (None, None) else optimizers,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+            quantization_config=quantization_config,
+            formatting_func=formatting_func,
+        )
+        if not isinstance(args, SFTConfig):
+            got = None if args is None else type(args).__module__ + "." + type(args).__name__
+            raise UserError(
+                "SFTTrainer needs args of megaspan's own SFTConfig", got=got, do="Pass args=megaspan.SFTConfig(max_length='128k')"
+            )
+        self._job: Job = set_up(model, args, train_dataset, eval_dataset, processing_class, peft_config)
+        self.args = self._job.args
+        self.model, self.processing_class = self._job.model, self._job.tokenizer
+        self.train_dataset, self.eval_dataset = self._job.rows, self._job.eval_rows
+        self._callbacks = Callbacks(self.args, callbacks, self.model, self.processing_class)
+        self._callbacks.call("on_init_end")
+
+    @property
+    def state(self) -> TrainerState:
+        """transformers' `TrainerState`: `global_step`, `epoch`, `log_history`, …"""
+        return self._callbacks.state
+
+    def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
+        """Adds a callback, as in `transformers.Trainer`."""
+        self._callbacks.handler.add_callback(callback)
+
+    def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainOutput:
+        """Trains to the last step, saving checkpoints on the way.
+
+        Args:
+            resume_from_checkpoint: a checkpoint folder, or True for the newest complete one of the run; None takes the option.
+
+        Raises:
+            UserError: the checkpoint is not of this run, the folder holds another run, or the disk has no room.
+            Interrupted: SIGINT or SIGTERM came; a complete checkpoint was left.
+        """
+        args, job, state = self.args, self._job, self._callbacks.state
+        wish = args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
+        checkpoint = store.open_run(args.output_dir, wish)
+        schedule = Schedule(
+            rows=len(job.rows),
+            rows_per_step=args.per_device_train_batch_size * args.gradient_accumulation_steps,
+            epochs=args.num_train_epochs,
+            max_steps=args.max_steps,
+            seed=args.seed if args.data_seed is None else args.data_seed,
+            shuffled=args.train_sampling_strategy == "random",
+        )
+        optimizer = Optimizer(self.model, args, schedule.total_steps)
+        self._start_state(schedule, optimizer)
+        if checkpoint is not None:
+            progress_saved = store.load_checkpoint(checkpoint, self.model, optimizer, identity=job.identity(schedule))
+            self._restore_state(progress_saved)
+        rehearsal = store.rehearse_save(
+            args.output_dir,
+            model=self.model,
+            optimizer=optimizer,
+            optimizer_bytes=job.optimizer_bytes(),
+            saves=0 if args.save_strategy == "no" else max(1, schedule.total_steps // args.save_steps),
+            keep=args.save_total_limit,
+            progress=self._progress(),
+            identity=job.identity(schedule),
+        )
+        job.write_run_facts(schedule, checkpoint)
+        metrics = Metrics(args.output_dir, args.report_to, args.run_name, args.resolved(), resumed_step=state.global_step)
+        progress = Progress(
+            schedule.total_steps,
+            job.facts.layers,
+            enabled=not args.disable_tqdm,
+            first_step=state.global_step,
+            rows_per_step=schedule.rows_per_step,
+            memory=job.device_memory if job.device.type == "cuda" else None,
+        )
+        print_header(job.header(schedule, Line("precision", optimizer.precision, optimizer.reason), rehearsal, checkpoint))
+        begun = time.monotonic()
+
+        def save() -> None:
+            store.save_checkpoint(
+                args.output_dir,
+                model=self.model,
+                optimizer=optimizer,
+                progress=self._progress(),
+                keep=args.save_total_limit,
+                tokenizer=self.processing_class,
+                identity=job.identity(schedule),
+            )
+
+        with Interrupts() as interrupts, progress, metrics:
+            loop = Loop(
+                args, job, optimizer, self._callbacks, schedule, metrics, progress, interrupts, evaluate=self._evaluate, save=save
+            )
+            loop.run()
+        seconds = time.monotonic() - begun
+        return TrainOutput(state.global_step, loop.mean_loss, {"train_runtime": seconds, "train_loss": loop.mean_loss})
+
+    def evaluate(self, eval_dataset: Any = None, metric_key_prefix: str = "eval") -> dict[str, float]:
+        """Loss, token accuracy and entropy on held-out rows, by the code that trains.
+
+        Args:
+            eval_dataset: other held-out data than the trainer's own.
+            metric_key_prefix: goes before each name.
+        """
+        rows = self._job.eval_rows if eval_dataset is None else self._job.prepare_eval(eval_dataset)
+        metrics = self._evaluate(rows, metric_key_prefix)
+        self.state.log_history.append(metrics | {"step": self.state.global_step})
+        return metrics
+
+    def save_model(self, output_dir: str | Path | None = None) -> None:
+        """Writes a folder that plain `transformers` (or `peft`) loads: weights, tokenizer, rope settings, the new length."""
+        out = Path(output_dir or Path(self.args.output_dir) / store.FINAL)
+        store.save_model(self.model, self.processing_class, out)
+
+    def _evaluate(self, rows: Any = None, prefix: str = "eval") -> dict[str, float]:
+        rows = self._job.eval_rows if rows is None else rows
+        if rows is None:
+            raise UserError(
+                "there is no held-out data to evaluate on", do="Pass eval_dataset=…, or set eval_strategy and dataset_test_split"
+            )
+        begun, total = time.monotonic(), Sums()
+        accumulator = Accumulator(self.model, self._job.device)
+        training = self.model.training
+        self.model.eval()
+        try:
+            for number in range(len(rows)):
+                accumulator.evaluate(rows[number])
+                total.add(accumulator.sums())
+        finally:
+            self.model.train(training)
+        values = total.means() | {"runtime": time.monotonic() - begun, "num_tokens": float(total.tokens)}
+        metrics = {f"{prefix}_{name}": value for name, value in values.items()}
+        self._callbacks.call("on_evaluate", metrics=metrics)
+        return metrics
+
+    def _start_state(self, schedule: Schedule, optimizer: Optimizer) -> None:
+        args, state = self.args, self.state
+        state.max_steps, state.num_train_epochs = schedule.total_steps, -(-schedule.total_steps // schedule.steps_per_epoch)
+        state.logging_steps, state.save_steps = args.logging_steps, args.save_steps
+        state.eval_steps = args.eval_steps or args.logging_steps
+        state.train_batch_size = args.per_device_train_batch_size
+        self._callbacks.handler.optimizer = optimizer
+
+    def _progress(self) -> dict[str, Any]:
+        """What a checkpoint must give back besides weights, optimizer and random states."""
+        state = self.state
+        return {
+            "step": state.global_step,
+            "epoch": state.epoch,
+            "num_tokens": state.num_input_tokens_seen,
+            "log_history": state.log_history,
+            "callbacks": self._callbacks.export_state(),
+        }
+
+    def _restore_state(self, saved: dict[str, Any]) -> None:
+        state = self.state
+        state.global_step, state.epoch = saved["step"], saved["epoch"]
+        state.num_input_tokens_seen, state.log_history = saved["num_tokens"], saved["log_history"]
+        self._callbacks.load_state(saved["callbacks"])
+
+
+def run(config: SFTConfig) -> dict[str, Any]:
+    """The verb `megaspan train`: trains as `config` says and saves the final model; returns what a program wants to know."""
+    store.open_run(config.output_dir, config.resume_from_checkpoint)
+    trainer = SFTTrainer(args=config)
+    output = trainer.train()
+    trainer.save_model()
+    result = {
+        "steps": output.global_step,
+        "loss": output.training_loss,
+        "tokens": trainer.state.num_input_tokens_seen,
+        "seconds": output.metrics["train_runtime"],
+        "model": str(Path(config.output_dir) / store.FINAL),
+        "metrics": str(Path(config.output_dir) / "metrics.jsonl"),
+    }
+    picture = _picture(config.output_dir)
+    return result | ({"plot": str(picture)} if picture else {})
+
+
+def _picture(run_folder: str) -> Path | None:
+    """The run's plots, where the extra `plots` is installed."""
+    from importlib.util import find_spec
+
+    from megaspan.report import plot_run
+
+    return plot_run(run_folder) if find_spec("matplotlib") else None

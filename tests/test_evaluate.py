@@ -1,0 +1,90 @@
+"""Loss by position."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from megaspan.config import SFTConfig
+from megaspan.data import Row
+from megaspan.evaluate import evaluate_command, loss_by_position, position_bounds, render
+from megaspan.human import UserError
+from megaspan.model import prepare
+from tests.models import save_model_folder, tiny
+
+
+def row_of(length: int, masked: tuple[int, ...] = (0,), seed: int = 0) -> Row:
+    ids = np.random.default_rng(seed).integers(0, 128, length)
+    labels = ids.copy()
+    labels[list(masked)] = -100
+    return Row(ids, labels, (length,))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])
+def test_each_bucket_is_the_mean_over_its_own_tokens(family):
+    model = tiny(family)
+    rows = [row_of(37, (0, 5, 6)), row_of(20, (0,), seed=1)]
+    sums, counts = np.zeros(40), np.zeros(40)
+    with torch.no_grad():
+        for row in rows:
+            log_p = model.eval()(torch.from_numpy(row.input_ids)[None]).logits[0].float().log_softmax(-1)
+            for place in range(1, len(row.input_ids)):
+                if row.labels[place] != -100:
+                    sums[place] -= log_p[place - 1, row.labels[place]].item()
+                    counts[place] += 1
+    prepare(model.train(), SFTConfig(max_length=64, allow_past_window=True))
+    bounds = [0, 5, 7, 30, 37, 40]
+    buckets = loss_by_position(model, rows, bounds)
+    for bucket in buckets:
+        span = slice(bucket.start, bucket.stop)
+        assert bucket.tokens == counts[span].sum()
+        if bucket.tokens:
+            assert bucket.loss == pytest.approx(sums[span].sum() / counts[span].sum(), rel=2e-5)
+        else:
+            assert np.isnan(bucket.loss)
+    assert buckets[1].tokens == 1  # positions 5 and 6 of the first row are masked; only 5 and 6 of the second count
+    assert model.training
+
+
+def test_bounds_cover_the_row_in_whole_tokens():
+    assert position_bounds(16_384)[:3] == [0, 1024, 2048]
+    assert position_bounds(5) == [0, 1, 2, 3, 4, 5]
+    assert position_bounds(1_000_003)[-1] == 1_000_003
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("eval")
+    save_model_folder(folder / "model")
+    (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog " * 40)
+    return folder
+
+
+def test_a_model_folder_is_evaluated_on_the_data_of_the_flags(workplace):
+    flags = ["--dataset_name", str(workplace / "text.txt"), "--max_length", "500"]
+    result = evaluate_command(str(workplace / "model"), flags)
+    assert result["rows"] == 4
+    model = AutoModelForCausalLM.from_pretrained(workplace / "model", dtype=torch.float32).eval()
+    assert result["loss"] > result["unigram_entropy"]  # random weights know less than word counts
+    assert sum(span["tokens"] for span in result["positions"]) == result["tokens"]
+    text = render(result)
+    assert "above the unigram entropy" in text
+    assert "perplexity" in text
+    assert model.config.vocab_size == 320
+
+
+def test_the_verb_and_its_mistakes(workplace):
+    flags = ["--dataset_name", str(workplace / "text.txt"), "--max_length", "500"]
+    done = subprocess.run(
+        [sys.executable, "-m", "megaspan", "eval", str(workplace / "model"), *flags, "--json"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["rows"] == 4
+    with pytest.raises(UserError, match="nothing to evaluate"):
+        evaluate_command(str(workplace), [])

@@ -1,0 +1,64 @@
+"""Signals in the middle of a step."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from megaspan.trainer.interrupt import Interrupted, Interrupts
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_is_seen_at_the_next_check_and_handlers_come_back(signum):
+    before = signal.getsignal(signum)
+    with Interrupts() as interrupts:
+        interrupts.check()
+        os.kill(os.getpid(), signum)
+        deadline = time.monotonic() + 5
+        while interrupts.signum is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        with pytest.raises(Interrupted) as caught:
+            interrupts.check()
+        assert caught.value.signum == signum
+    assert signal.getsignal(signum) is before
+
+
+def test_a_second_signal_ends_the_process_even_while_the_main_thread_is_busy_outside_python():
+    """The main thread holds still in one long call, as in `backward`: only a thread of our own can hear the second signal."""
+    script = """
+        import time
+        from megaspan.trainer.interrupt import Interrupts
+        with Interrupts():
+            print("ready", flush=True)
+            time.sleep(30)
+            time.sleep(30)
+    """
+    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=10) == 143
+
+
+def test_nothing_is_caught_outside_the_main_thread():
+    """Notebooks and servers may train on another thread, where Python allows no handlers."""
+    import threading
+
+    outcome = []
+
+    def run():
+        with Interrupts() as interrupts:
+            interrupts.check()
+            outcome.append("trained")
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert outcome == ["trained"]

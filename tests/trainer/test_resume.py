@@ -1,0 +1,155 @@
+"""Checkpoints: resumed runs, killed runs, signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, TrainerCallback
+
+from megaspan.human import UserError
+from megaspan.trainer.interrupt import Interrupted
+from tests.trainer.support import assert_same_bits, documents, logged, model_folder, trainer, weights  # noqa: F401
+
+DATA = documents([40, 11, 23, 5, 40, 7, 19])
+
+
+def test_a_resumed_run_is_the_run_that_was_never_stopped(tmp_path, model_folder):  # noqa: F811
+    """Bit-equal on the CPU: weights, metrics, learning rates, row order, over an epoch boundary."""
+    options = {"num_train_epochs": 2, "gradient_accumulation_steps": 2, "save_strategy": "steps", "warmup_steps": 2}
+    whole = trainer(model_folder, tmp_path / "whole", DATA, **(options | {"save_steps": 100}))
+    whole.train()
+
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_training_stop = state.global_step == 5
+
+    first = trainer(model_folder, tmp_path / "run", DATA, callbacks=[Stop], **(options | {"save_steps": 5}))
+    first.train()
+    assert first.state.global_step == 5
+    second = trainer(model_folder, tmp_path / "run", DATA, **(options | {"save_steps": 5}))
+    second.train(resume_from_checkpoint=True)
+    assert second.state.global_step == whole.state.global_step == 8
+    assert_same_bits(weights(second.model), weights(whole.model))
+    assert logged(tmp_path / "run") == logged(tmp_path / "whole")
+    assert [e["loss"] for e in second.state.log_history] == [e["loss"] for e in whole.state.log_history]
+
+
+def test_lora_dropout_resumes_exactly(tmp_path, model_folder):  # noqa: F811
+    """The random state is part of a checkpoint."""
+    options = {"max_steps": 4, "use_peft": True, "lora_r": 4, "lora_dropout": 0.3, "save_strategy": "steps"}
+    whole = trainer(model_folder, tmp_path / "whole", DATA, **(options | {"save_steps": 2}))
+    whole.train()
+    half = trainer(model_folder, tmp_path / "whole2", DATA, **(options | {"save_steps": 2}))
+    half.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    assert_same_bits(weights(half.model), weights(whole.model))
+
+
+def test_resuming_with_other_settings_names_the_difference(tmp_path, model_folder):  # noqa: F811
+    trainer(model_folder, tmp_path, DATA, max_steps=2, save_strategy="steps", save_steps=1).train()
+    with pytest.raises(UserError, match="total_steps"):
+        trainer(model_folder, tmp_path, DATA, max_steps=3, save_strategy="steps", save_steps=1).train(True)
+    with pytest.raises(UserError, match="data"):
+        trainer(model_folder, tmp_path, DATA[:3], max_steps=2, save_strategy="steps", save_steps=1).train(True)
+
+
+def test_a_new_run_does_not_overwrite_another(tmp_path, model_folder):  # noqa: F811
+    trainer(model_folder, tmp_path, DATA, max_steps=1, save_strategy="steps", save_steps=1).train()
+    with pytest.raises(UserError, match="already holds a run"):
+        trainer(model_folder, tmp_path, DATA, max_steps=1, save_strategy="steps", save_steps=1).train()
+
+
+def test_save_total_limit_and_minutes(tmp_path, model_folder):  # noqa: F811
+    run = trainer(model_folder, tmp_path / "a", DATA, max_steps=5, save_strategy="steps", save_steps=1, save_total_limit=2)
+    run.train()
+    assert sorted(path.name for path in (tmp_path / "a").glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-5"]
+    run = trainer(model_folder, tmp_path / "b", DATA, max_steps=3, save_strategy="steps", save_steps=100, save_minutes=1e-9)
+    run.train()
+    assert len(list((tmp_path / "b").glob("checkpoint-*"))) == 3
+
+
+class _Signal(TrainerCallback):
+    """Sends this process a signal when the second step begins."""
+
+    def __init__(self, signum):
+        self.signum = signum
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 1:
+            os.kill(os.getpid(), self.signum)
+            time.sleep(0.3)  # the thread that listens sets the mark; the next layer sees it
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_abandons_the_step_and_leaves_a_complete_checkpoint(tmp_path, model_folder, signum):  # noqa: F811
+    options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 100}
+    whole = trainer(model_folder, tmp_path / "whole", DATA, **options)
+    whole.train()
+    run = trainer(model_folder, tmp_path / "run", DATA, callbacks=[_Signal(signum)], **options)
+    with pytest.raises(Interrupted) as caught:
+        run.train()
+    assert caught.value.signum == signum
+    assert (tmp_path / "run" / "checkpoint-1").is_dir()
+    assert all(parameter.grad is None for parameter in run.model.parameters())
+    again = trainer(model_folder, tmp_path / "run", DATA, **options)
+    again.train(resume_from_checkpoint=True)
+    assert_same_bits(weights(again.model), weights(whole.model))
+
+
+def test_the_command_line_exits_143_and_resumes(tmp_path, model_folder):  # noqa: F811
+    (tmp_path / "text.txt").write_text("In the beginning God created the heaven and the earth. " * 400)
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        textwrap.dedent(f"""
+        model_name_or_path: {model_folder}
+        dataset_name: {tmp_path / "text.txt"}
+        output_dir: {tmp_path / "run"}
+        max_length: 40
+        max_steps: 400
+        allow_past_window: true
+        """)
+    )
+    command = [sys.executable, "-m", "megaspan", "train", str(file), "--json"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.exists() and metrics.read_text().count("\n") >= 2) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 143, error
+    assert "Traceback" not in error
+    checkpoints = list((tmp_path / "run").glob("checkpoint-*"))
+    assert len(checkpoints) == 1
+    step = int(checkpoints[0].name.split("-")[1])
+    assert step >= 2
+    done = subprocess.run(
+        [*command, "--resume_from_checkpoint", "true", "--save_strategy", "no"], capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["steps"] == 400
+    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+    assert steps == list(range(1, 401))
+    AutoModelForCausalLM.from_pretrained(result["model"])
+
+
+def test_the_final_model_loads_in_plain_transformers(tmp_path, model_folder):  # noqa: F811
+    """P5, R51: YaRN and the new length are in the saved folder; the logits are those of the trained model."""
+    rope = {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}}
+    run = trainer(model_folder, tmp_path, DATA, max_steps=1, max_length=256, model_init_kwargs=rope)
+    run.train()
+    run.save_model()
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
+    assert plain.config.rope_parameters["factor"] == 4.0
+    assert plain.config.max_position_embeddings == 256
+    ids = torch.arange(200)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(plain(ids).logits, run.model.eval()(ids).logits, rtol=1e-5, atol=1e-5)
