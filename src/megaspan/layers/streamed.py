@@ -52,6 +52,8 @@ class Streaming:
         plan: tile and head group sizes.
         offload: layer inputs and attention outputs wait on the host.
         keep_on_device: of the last layers, how many keep theirs on the device anyway.
+        keep_outputs: of the last layers, how many keep attention's output; the others run attention forward a second time.
+            All by default.
         on_layer: called as `on_layer("forward" | "backward", index)` when a layer begins.
         host_limit: most bytes of host memory, or None.
     """
@@ -63,10 +65,11 @@ class Streaming:
         keep_on_device: int = 0,
         on_layer: Callable[[str, int], None] | None = None,
         *,
+        keep_outputs: int | None = None,
         host_limit: int | None = None,
     ) -> None:
         self.plan = plan or LayerPlan()
-        self.offload, self.keep_on_device = offload, keep_on_device
+        self.offload, self.keep_on_device, self.keep_outputs = offload, keep_on_device, keep_outputs
         self.general = Checkpointing(offload, keep_on_device, on_layer, host_limit=host_limit)
         self.reasons: list[str | None] = []
         self._host_limit = host_limit
@@ -117,11 +120,12 @@ class Streaming:
         """
         if not self.offload:
             return
-        count = rows * len([index for index in self._streamed() if self._moves(index)])
-        if count:
-            inputs, outputs = self._keepers(device)
-            inputs.reserve(count, layer_input_bytes)
-            outputs.reserve(count, int(layer_input_bytes * self._output_share()))
+        inputs, outputs = self._moved()
+        if inputs:
+            kept_inputs, kept_outputs = self._keepers(device)
+            kept_inputs.reserve(rows * inputs, layer_input_bytes)
+            if outputs:
+                kept_outputs.reserve(rows * outputs, int(layer_input_bytes * self._output_share()))
         if len(self._streamed()) < len(self._layers):
             self.general.reserve(device, layer_input_bytes, rows)
 
@@ -146,6 +150,14 @@ class Streaming:
     def _moves(self, index: int) -> bool:
         return self.offload and index < len(self._layers) - self.keep_on_device
 
+    def _keeps_output(self, index: int) -> bool:
+        return self.keep_outputs is None or index >= len(self._layers) - self.keep_outputs
+
+    def _moved(self) -> tuple[int, int]:
+        """How many layer inputs and how many attention outputs of a row go to the host."""
+        moved = [index for index in self._streamed() if self._moves(index)]
+        return len(moved), len([index for index in moved if self._keeps_output(index)])
+
     def _output_share(self) -> float:
         """Bytes of attention's output for each byte of a layer's input."""
         projection = self._layers[self._streamed()[0]].self_attn.o_proj
@@ -165,7 +177,7 @@ class Streaming:
         """Runs one layer; `function` is its forward with all keyword arguments bound, `args` begins with the hidden states."""
         arguments = dict(getattr(function, "keywords", {}))
         x = args[0] if args else arguments.pop("hidden_states", None)
-        layer = self._layers[index]
+        layer = _layer_of(function)
         if not torch.is_grad_enabled() or len(args) > 1 or not _known_call(layer, function, x, arguments):
             return checkpointed(function, *args)
         if index == self._streamed()[0]:
@@ -176,6 +188,7 @@ class Streaming:
             layer=layer,
             family=family,
             plan=self.plan,
+            keep_output=self._keeps_output(index),
             arguments=arguments,
             parameters=parameters,
             wants_x=x.requires_grad,
@@ -187,10 +200,14 @@ class Streaming:
             return run(x)
         inputs, outputs = self._keepers(x.device)
         if index == self._streamed()[0]:
-            moved = len([index for index in self._streamed() if self._moves(index)])
-            inputs.start_row(moved)
-            outputs.start_row(moved)
+            for keeper, moved in zip((inputs, outputs), self._moved(), strict=True):
+                keeper.start_row(moved)
         return _with_hooks(inputs, outputs, not self._moves(index), functools.partial(run, x))
+
+
+def _layer_of(function: Any) -> Any:
+    """The layer whose forward this is; not one remembered from `install`, for a deep copy of the model runs its own layers."""
+    return function.args[0] if function.args else function.func.__self__
 
 
 def _known_call(layer: Any, function: Any, x: Any, arguments: dict[str, Any]) -> bool:

@@ -32,7 +32,7 @@ from megaspan.model.lora import check_adapter
 if TYPE_CHECKING:
     from megaspan.attention import KernelChoice
     from megaspan.config import SFTConfig
-    from megaspan.layers.checkpoint import Checkpointing
+    from megaspan.layers.streamed import Streaming
     from megaspan.plan.choose import Plan
 
 Model = TypeVar("Model", bound=torch.nn.Module)
@@ -60,7 +60,7 @@ class Levers:
     settings: Settings
     kernel: KernelChoice
     head: str
-    checkpointing: Checkpointing | None = None
+    checkpointing: Streaming | None = None
     on_layer: OnLayer | None = None
 
     def layer_reached(self, phase: str, layer: int) -> None:
@@ -208,11 +208,13 @@ def _install(model: PreTrainedModel, args: SFTConfig, plan: Plan, settings: Sett
 
 
 def _checkpoint(model: PreTrainedModel, state: Levers) -> None:
-    from megaspan.layers.checkpoint import Checkpointing, checkpointed_layers
+    from megaspan.layers.checkpoint import checkpointed_layers
+    from megaspan.layers.stream import LayerPlan
+    from megaspan.layers.streamed import Streaming
 
     plan = state.plan
-    state.checkpointing = Checkpointing(
-        plan.offload, plan.keep_on_device, state.layer_reached, host_limit=plan.host_limit or None
+    state.checkpointing = Streaming(
+        LayerPlan(), plan.offload, plan.keep_on_device, state.layer_reached, host_limit=plan.host_limit or None
     )
     state.checkpointing.install(model)
     layer = checkpointed_layers(model)[0]
