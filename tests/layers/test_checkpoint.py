@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kernel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from megaspan.human import UserError
@@ -27,11 +27,11 @@ class Layer(GradientCheckpointingLayer):
         super().__init__()
         self.linear = torch.nn.Linear(HIDDEN, HIDDEN)
         self.finished = 0
-        self.seen: list[tuple[bool, bool]] = []
+        self.seen: list[list[SDPBackend]] = []
         self.inputs: list[StorageWeakRef] = []
 
     def forward(self, hidden_states: torch.Tensor, scale: torch.Tensor | None = None) -> tuple[torch.Tensor, None]:
-        self.seen.append((torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled()))
+        self.seen.append(_cur_sdpa_kernel_backends(with_priority=True))
         self.inputs.append(StorageWeakRef(hidden_states.untyped_storage()))
         branch = torch.tanh(self.linear(hidden_states) * (1.0 if scale is None else scale))
         self.finished += 1  # after the last tensor that the backward needs
@@ -245,13 +245,13 @@ def test_autocast_holds_in_the_recomputation() -> None:
 def test_attention_settings_hold_in_the_recomputation() -> None:
     """R62: a forward under one choice of kernels is not recomputed under another, and the choice outside is left alone."""
     model, _ = checkpointed(Stack(), True)
-    with sdpa_kernel(SDPBackend.MATH):
+    chosen = [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION]
+    with sdpa_kernel(chosen, set_priority=True):
         output = model(torch.randn(1, 8, HIDDEN))
-    with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         output.sum().backward()
-        assert torch.backends.cuda.flash_sdp_enabled()
-        assert not torch.backends.cuda.math_sdp_enabled()
-    assert [layer.seen for layer in model.layers] == [[(False, True)] * 2] * LAYERS
+        assert _cur_sdpa_kernel_backends(with_priority=True) == [SDPBackend.FLASH_ATTENTION]
+    assert [layer.seen for layer in model.layers] == [[chosen, chosen]] * LAYERS
 
 
 def test_only_the_hidden_states_move() -> None:

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import _cur_sdpa_kernel_backends, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -189,7 +189,8 @@ class Checkpointing:
         if not args and isinstance(function, functools.partial):  # a model that passes the hidden states by name
             function, args = _hidden_first(function)
         hidden = args[0]
-        backends = _permitted_backends()
+        # In order of preference; torch reads them for its own context manager and has no public reader.
+        backends = _cur_sdpa_kernel_backends(with_priority=True)
         recomputing = False
 
         def run(*inputs: Any) -> Any:
@@ -198,7 +199,7 @@ class Checkpointing:
                 recomputing = True
                 return function(*inputs)
             self._announce("backward", index, inputs[0].device)
-            with sdpa_kernel(backends):
+            with sdpa_kernel(backends, set_priority=True):
                 return function(*inputs)
 
         self._announce("forward", index, hidden.device)
@@ -210,7 +211,7 @@ class Checkpointing:
         inputs = self._offload(hidden.device)
         if index == 0:
             inputs.start_row(self._moved)
-        return _with_hooks(inputs, id(hidden), index >= self._moved, checkpointed)
+        return _with_hooks(inputs, hidden.data_ptr(), index >= self._moved, checkpointed)
 
     def _announce(self, phase: str, index: int, device: torch.device) -> None:
         """Tells the progress bar, once the device has come within two layers of it."""
@@ -229,13 +230,13 @@ _ABSENT = object()
 
 
 def _with_hooks(inputs: LayerInputs, hidden: int, keep: bool, checkpointed: Callable[[], Any]) -> Any:
-    """Runs a checkpointed layer whose input, the tensor with this `id`, goes through `inputs`.
+    """Runs a checkpointed layer whose input, the tensor at the address `hidden`, goes through `inputs`.
 
-    The id and not the tensor: autograd keeps the hooks, and with them all that they refer to, until the backward.
+    The address and not the tensor: autograd keeps the hooks, and with them all that they refer to, until the backward.
     """
 
     def pack(tensor: torch.Tensor) -> torch.Tensor | SavedInput:
-        return inputs.pack(tensor, keep=keep) if id(tensor) == hidden else tensor
+        return inputs.pack(tensor, keep=keep) if tensor.data_ptr() == hidden else tensor
 
     def unpack(saved: torch.Tensor | SavedInput) -> torch.Tensor:
         return inputs.unpack(saved) if isinstance(saved, SavedInput) else saved
@@ -251,15 +252,3 @@ def _hidden_first(function: functools.partial[Any]) -> tuple[Callable[..., Any],
     if hidden is None:
         raise RuntimeError("a checkpointed layer was called without hidden states")
     return functools.partial(function.func, *function.args, **keywords), (hidden,)
-
-
-def _permitted_backends() -> list[SDPBackend]:
-    """The backends that scaled_dot_product_attention may use now."""
-    allowed = {
-        SDPBackend.FLASH_ATTENTION: torch.backends.cuda.flash_sdp_enabled(),
-        SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.mem_efficient_sdp_enabled(),
-        SDPBackend.CUDNN_ATTENTION: torch.backends.cuda.cudnn_sdp_enabled(),
-        SDPBackend.MATH: torch.backends.cuda.math_sdp_enabled(),
-        SDPBackend.OVERRIDEABLE: True,
-    }
-    return [backend for backend, permitted in allowed.items() if permitted]

@@ -121,10 +121,12 @@ class LayerInputs:
     """
 
     def __init__(self, device: torch.device, *, limit: int | None = None, in_flight: int = 2, backend: Any = None) -> None:
-        self.arena = HostArena(pinned=device.type == "cuda", limit=limit)
-        self._device, self._in_flight_limit = device, in_flight
+        on_gpu = device.type == "cuda"
+        self.arena = HostArena(pinned=on_gpu, limit=limit)
+        self._device = torch.device("cuda", torch.cuda.current_device()) if on_gpu and device.index is None else device
+        self._in_flight_limit = in_flight
         self._backend = backend or torch.get_device_module(device)
-        options = {"device": device} if device.type == "cuda" else {}
+        options = {"device": self._device} if on_gpu else {}
         self._to_host, self._to_device = self._backend.Stream(**options), self._backend.Stream(**options)
         self._in_flight: deque[_InFlight] = deque()
         self._orphans: deque[_Orphan] = deque()
