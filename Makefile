@@ -41,7 +41,7 @@ lint: $(READY)  ## ruff, mypy and the import rules
 	$(BIN)/lint-imports
 
 bench: $(READY)  ## megaspan beside TRL on this GPU; ARGS="--help" lists the arguments
-	$(BIN)/python benchmarks/compare.py $(ARGS)
+	$(BIN)/python -m benchmarks.compare $(ARGS)
 
 docs: $(READY)  ## write the pages that are made from the code
 	$(BIN)/python -m megaspan.config.page > docs/coming-from-trl.md
