@@ -88,9 +88,7 @@ def render_records(columns: Sequence[str], text_field: str, place: str) -> Rende
 def _text(record: Mapping[str, Any], field: str, place: str) -> Document:
     if field not in record:
         columns = ", ".join(record) or "none"
-        raise UserError(
-            f"{place} has no column {field!r}", got=f"columns {columns}", do="Every record needs it; null is skipped"
-        )
+        raise UserError(f"{place} has no column {field!r}, only {columns}", do="Every record needs it; null is skipped")
     value = record[field]
     if value is not None and not isinstance(value, str):
         raise UserError(

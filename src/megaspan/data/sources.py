@@ -139,9 +139,7 @@ def _files(entry: Entry, paths: Sequence[Path], wish: Wish) -> list[Source]:
     sources: list[Source] = []
     text = [path for path in paths if ending(path) not in (*RECORDS, *_UNPACK, *_OTHER_RECORDS)]
     if entry.columns and text:
-        raise UserError(
-            f"{entry.path} is text, which has no columns", got=f"columns {', '.join(entry.columns)}", do="Remove columns"
-        )
+        raise UserError(f"{entry.path} is text, which has no columns ({', '.join(entry.columns)})", do="Remove columns")
     for path in paths:
         kind = ending(path)
         if kind in _UNPACK:
