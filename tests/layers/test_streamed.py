@@ -133,6 +133,24 @@ def test_inputs_and_outputs_on_the_host_change_no_bit(keep_on_device):
     assert (reserved > 0) == (moved > 0)
 
 
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("tile", [5, 64])
+def test_fewer_kv_heads_a_call_change_nothing(group, tile):
+    """Head groups that do not divide the heads, with sinks and windows; q, k, v are overwritten only where they are ours."""
+    plain = tiny("gpt_oss", num_attention_heads=8, num_key_value_heads=4)
+    model, _ = streamed(plain, LayerPlan(tile_tokens=tile, kv_heads_per_call=group))
+    assert_parity(plain, model, batch(21, rows=2), 1e-4)
+
+
+@pytest.mark.parametrize("keep_outputs", [0, 1])
+def test_outputs_that_are_not_kept_are_computed_again(keep_outputs):
+    plain = tiny("qwen3", layers=3)
+    model, streaming = streamed(plain, keep_outputs=keep_outputs, offload=True)
+    assert_parity(plain, model, batch(21))
+    assert streaming.stats().attention_forwards == 3 + 3 - keep_outputs
+    assert streaming.stats().bytes_to_host == 21 * (3 * 64 + keep_outputs * 64) * 4
+
+
 def test_an_abandoned_step_leaves_nothing_behind():
     plain = tiny("qwen3")
     model, streaming = streamed(plain, offload=True)

@@ -15,7 +15,6 @@ Source: design section 4; the tiling of token-wise work is that of ALST (arXiv 2
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,9 +32,13 @@ from megaspan.layers.tile import GradientSums, drawing, tiles
 class LayerPlan:
     """How much of a layer is worked on at once; the planner's choice, from shapes and memory.
 
+    With all heads a call, the backward of attention holds, beside x, dx, dy, O and dO, the row's q, k, v, their gradients and
+    the kernel's fp32 sums of dq, dk and dv: 16 bytes for each of tokens x (H + 2 G) x D. With fewer KV heads a call the
+    gradients take the place of q, k and v, and the rest shrinks to the heads of one call.
+
     Attributes:
-        tile_tokens: tokens of token-wise work at once.
-        kv_heads_per_call: KV heads (with their query heads) of attention at once, None for all.
+        tile_tokens: tokens of token-wise work at once; a row that is no longer runs in one piece.
+        kv_heads_per_call: KV heads (with their query heads) in one call of attention's backward, None for all.
     """
 
     tile_tokens: int = 16384
@@ -58,6 +61,7 @@ class LayerRun:
         layer: the live layer.
         family: what stands where in it.
         plan: tile and head group sizes.
+        keep_output: attention's output is kept for the backward; else it is computed again there.
         arguments: the layer's keyword arguments.
         parameters: those of the layer that want a gradient.
         wants_x: whether the layer's input wants one.
@@ -69,6 +73,7 @@ class LayerRun:
     layer: nn.Module
     family: Family
     plan: LayerPlan
+    keep_output: bool
     arguments: dict[str, Any]
     parameters: Sequence[Tensor]
     wants_x: bool
@@ -92,7 +97,7 @@ class LayerRun:
     def forward(self, x_BTE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Output, attention's output [batch, T, H, D] and log-sum-exp [batch, H, T]; builds no graph."""
         cuts = self._tiles(x_BTE)
-        with self._as_before(x_BTE):
+        with torch.autocast(**self.autocast):
             out, lse = self._attend(self._projected(x_BTE, cuts))
             y_BTE: Tensor | None = None
             for tokens in cuts:
@@ -106,13 +111,15 @@ class LayerRun:
             return y_BTE, out, lse
 
     def backward(
-        self, dy_BTE: Tensor, x_BTE: Tensor, out_BTHD: Tensor, lse_BHT: Tensor
+        self, dy_BTE: Tensor, x_BTE: Tensor, out_BTHD: Tensor | None = None, lse_BHT: Tensor | None = None
     ) -> tuple[Tensor | None, list[Tensor | None]]:
         """Gradients of the input (None unless wanted) and of `parameters`."""
         self.on_backward()
         cuts, sums = self._tiles(x_BTE), GradientSums(self.parameters)
         needs_attention = self.wants_x or attention_trains(self.layer, self.family)
-        with self._as_before(x_BTE):
+        with torch.autocast(**self.autocast):
+            if out_BTHD is None or lse_BHT is None:
+                out_BTHD, lse_BHT = self._attend(self._projected(x_BTE, cuts))
             dx_BTE, d_out_BTHD = self._second_half(cuts, sums, dy_BTE, x_BTE, out_BTHD, needs_attention)
             if needs_attention:
                 self._first_half(cuts, sums, dx_BTE, d_out_BTHD, x_BTE, out_BTHD, lse_BHT)
@@ -147,7 +154,7 @@ class LayerRun:
         x_whole = x.detach().requires_grad_(self.wants_x)
         with torch.set_grad_enabled(once):
             call = self._projected(x_whole, cuts)
-        dq, dk, dv, d_sink = self._attend_backward(call, d_out, out, lse)
+        dq, dk, dv, d_sink = self._attend_backward(call, d_out, out, lse, reuse=not once)
         for tokens in cuts:
             x_tile = x_whole
             if not once:
@@ -200,17 +207,44 @@ class LayerRun:
             self.counts.forwards += 1
         return _stacked(outs), _stacked(lses)
 
-    def _attend_backward(self, call: AttentionCall, d_out: Tensor, out: Tensor, lse: Tensor) -> tuple[Any, ...]:
-        """dq, dk, dv as [batch, T, heads, D], and the gradient of the sinks summed over the batch (None without)."""
-        found: list[tuple[Tensor, ...]] = []
-        sink = None if call.sink_H is None else call.sink_H.detach()
+    def _attend_backward(self, call: AttentionCall, d_out: Tensor, out: Tensor, lse: Tensor, *, reuse: bool) -> tuple[Any, ...]:
+        """dq, dk, dv as [batch, T, heads, D], and the gradient of the sinks (None without).
+
+        With several calls and `reuse`, the gradients overwrite q, k and v.
+        """
+        found, d_sink = [], None
         for row, (q, k, v) in enumerate(_rows(call)):
             kernel, scoring = settle(q, k, v, call.scoring, kernels=call.kernels)
-            *grads, d_sink = backward_with(kernel, d_out[row], q, k, v, out[row], lse[row], sink, scoring)
-            found.append((*grads, torch.zeros(()) if d_sink is None else d_sink))
+            share, group = q.shape[1] // k.shape[1], self.plan.kv_heads_per_call or k.shape[1]
+            grads, d_sinks = [], []
+            for first in range(0, k.shape[1], group):
+                kv, heads = slice(first, first + group), slice(first * share, (first + group) * share)
+                sink = None if call.sink_H is None else call.sink_H.detach()[heads]
+                *parts, d_part = backward_with(
+                    kernel,
+                    d_out[row, :, heads],
+                    q[:, heads],
+                    k[:, kv],
+                    v[:, kv],
+                    out[row, :, heads],
+                    lse[row, heads],
+                    sink,
+                    scoring,
+                )
+                d_sinks.append(d_part)
+                if group < k.shape[1]:
+                    grads = grads or [part if reuse else torch.empty_like(part) for part in (q, k, v)]
+                    for whole, cut, part in zip(grads, (heads, kv, kv), parts, strict=True):
+                        whole[:, cut] = part
+                else:
+                    grads = parts
+            found.append(grads)
+            if call.sink_H is not None:
+                of_row = torch.cat(d_sinks)
+                d_sink = of_row if d_sink is None else d_sink + of_row
             self.counts.backwards += 1
-        dq, dk, dv, d_sinks = (_stacked(list(parts)) for parts in zip(*found, strict=True))
-        return dq, dk, dv, None if sink is None else d_sinks.sum(0)
+        dq, dk, dv = (_stacked(list(parts)) for parts in zip(*found, strict=True))
+        return dq, dk, dv, d_sink
 
     def _tiles(self, x: Tensor) -> list[slice]:
         return tiles(x.shape[1], max(1, self.plan.tile_tokens // x.shape[0]))
@@ -218,11 +252,6 @@ class LayerRun:
     def _seed(self, tokens: slice, half: int) -> int | None:
         """One seed for each tile and half of the layer."""
         return None if self.seed is None else self.seed + 2 * tokens.start + half
-
-    @contextmanager
-    def _as_before(self, x: Tensor) -> Iterator[None]:
-        with torch.autocast(**self.autocast):
-            yield
 
 
 class _StreamedLayer(torch.autograd.Function):
@@ -232,7 +261,8 @@ class _StreamedLayer(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, run: LayerRun, *parameters: Tensor) -> Tensor:
         y, out, lse = run.forward(x)
         ctx.run = run
-        ctx.save_for_backward(x, out, lse)
+        # In this order, which the keepers of `streamed.py` go by.
+        ctx.save_for_backward(x, *((out, lse) if run.keep_output else ()))
         return y
 
     @staticmethod

@@ -76,5 +76,8 @@ def drawing(seed: int | None, device: torch.device) -> Iterator[None]:
         return
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
+        for each in devices:
+            with torch.cuda.device(each):
+                torch.cuda.manual_seed(seed)
         yield
