@@ -215,6 +215,7 @@ def test_table_of_a_4b_layer(tokens):
         "streamed": {},
         "streamed, 8k tiles, 2 KV heads a call": {"tile_tokens": 8192, "kv_heads_per_call": 2},
         "streamed, offload": {"offload": True},
+        "streamed, fused norms": {"fused_norms": True},
     }
     for kind, options in kinds.items():
         found = []

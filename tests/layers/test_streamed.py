@@ -142,6 +142,15 @@ def test_fewer_kv_heads_a_call_change_nothing(group, tile):
     assert_parity(plain, model, batch(21, rows=2), 1e-4)
 
 
+def test_fused_norms_are_put_in_and_taken_out():
+    plain = tiny("qwen3")
+    model, streaming = streamed(plain, LayerPlan(tile_tokens=5, fused_norms=True))
+    assert sum("forward" in module.__dict__ for module in model.modules()) == 2 * 4
+    assert_parity(plain, model, batch(21), 1e-4)
+    streaming.remove()
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
 @pytest.mark.parametrize("keep_outputs", [0, 1])
 def test_outputs_that_are_not_kept_are_computed_again(keep_outputs):
     plain = tiny("qwen3", layers=3)
@@ -299,6 +308,18 @@ def test_evaluation_generation_and_foreign_calls_take_the_models_own_path():
     data = batch(9) | {"attention_mask": mask}
     assert_parity(plain, model, data)
     assert streaming.stats().attention_forwards == 0
+
+
+@pytest.mark.parametrize("family", MOE)
+def test_router_logits_take_the_general_path_and_the_balance_loss_is_exact(family):
+    plain = tiny(family, router_aux_loss_coef=0.5)
+    model, streaming = streamed(plain)
+    data = batch(17) | {"output_router_logits": True}
+    assert_parity(plain, model, data, 1e-4)
+    assert (streaming.stats().attention_forwards, streaming.stats().passed_on) == (0, 2)
+    asked = tiny(family, output_router_logits=True)
+    install_attention(asked)
+    assert Streaming().install(asked) == ["its configuration asks for output_router_logits"] * 2
 
 
 def test_packed_positions_are_refused():

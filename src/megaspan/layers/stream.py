@@ -39,18 +39,21 @@ class LayerPlan:
     Attributes:
         tile_tokens: tokens of token-wise work at once; a row that is no longer runs in one piece.
         kv_heads_per_call: KV heads (with their query heads) in one call of attention's backward, None for all.
+        fused_norms: norms that are plain RMSNorms run as torch's fused operation (`norms.py`).
     """
 
     tile_tokens: int = 16384
     kv_heads_per_call: int | None = None
+    fused_norms: bool = False
 
 
 @dataclass
 class Counts:
-    """Attention kernels run so far: P4 read-back of "attention runs forward once"."""
+    """Attention kernels run so far, the read-back of "attention runs forward once", and calls that did not stream."""
 
     forwards: int = 0
     backwards: int = 0
+    passed_on: int = 0
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,6 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from megaspan.attention.seam import NAME, refuse_packed
 from megaspan.layers.checkpoint import Checkpointing, CheckpointStats, checkpointed_layers, draws_random_numbers
 from megaspan.layers.family import Family, describe
+from megaspan.layers.norms import fuse_norms, unfuse_norms
 from megaspan.layers.selfcheck import prove_family
 from megaspan.layers.stream import Counts, LayerPlan, LayerRun
 from megaspan.memory.offload import LayerInputs, SavedInput
@@ -37,11 +38,14 @@ class StreamStats(CheckpointStats):
         streamed: layers that stream; the others are checkpointed.
         attention_forwards: attention kernels run forward by them, one a layer, row and step.
         attention_backwards: and backward.
+        passed_on: training calls of them that took ordinary checkpointing, because something was asked for that they do not
+        give.
     """
 
     streamed: int = 0
     attention_forwards: int = 0
     attention_backwards: int = 0
+    passed_on: int = 0
 
 
 @final
@@ -76,6 +80,7 @@ class Streaming:
         self._counts = Counts()
         self._kept: tuple[LayerInputs, LayerInputs] | None = None
         self._layers: list[Any] = []
+        self._fused: list[nn.Module] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Streaming:
         return self  # a copy of the model shares the arenas and the streams
@@ -85,7 +90,7 @@ class Streaming:
 
         Args:
             model: a transformers causal language model, or one wrapped by peft.
-            prove: try each family on a toy model of the same class first (0.1 s).
+            prove: try the families on a toy model of the same class first (about a second).
 
         Returns:
             For each layer None if it streams, else why it does not.
@@ -95,7 +100,7 @@ class Streaming:
         """
         self.general.install(model)
         self._layers = list(checkpointed_layers(model))
-        families = [describe(layer) for layer in self._layers]
+        families = [_asks_for_more(layer) or describe(layer) for layer in self._layers]
         proof = prove_family(model) if prove and any(isinstance(family, Family) for family in families) else None
         self.reasons = [family if isinstance(family, str) else proof for family in families]
         for index, (layer, family) in enumerate(zip(self._layers, families, strict=True)):
@@ -103,14 +108,17 @@ class Streaming:
                 # The general path put the attribute there and takes it away again.
                 run = functools.partial(self._run, index, family, layer.__dict__["_gradient_checkpointing_func"])
                 layer.__dict__["_gradient_checkpointing_func"] = run
+        if self.plan.fused_norms:
+            self._fused = fuse_norms(self._layers[index] for index in self._streamed())
         return self.reasons
 
     def remove(self) -> None:
         """Restores the model and frees the host memory."""
+        unfuse_norms(self._fused)
         self.general.remove()
         for kept in self._kept or ():
             kept.close()
-        self._layers, self._kept, self.reasons = [], None, []
+        self._layers, self._fused, self._kept, self.reasons = [], [], None, []
 
     def reserve(self, device: torch.device, layer_input_bytes: int, rows: int = 1) -> None:
         """Gets (and on a GPU pins) the host memory of `rows` rows whose layer inputs are this large, before step 1.
@@ -141,8 +149,13 @@ class Streaming:
         for kept in self._kept or ():
             for name, value in vars(kept.stats()).items():
                 totals[name] += value
-        counts = {"attention_forwards": self._counts.forwards, "attention_backwards": self._counts.backwards}
-        return StreamStats(**totals, **counts, streamed=len(self._streamed()))
+        return StreamStats(
+            **totals,
+            streamed=len(self._streamed()),
+            attention_forwards=self._counts.forwards,
+            attention_backwards=self._counts.backwards,
+            passed_on=self._counts.passed_on,
+        )
 
     def _streamed(self) -> list[int]:
         return [index for index, reason in enumerate(self.reasons) if reason is None]
@@ -178,7 +191,10 @@ class Streaming:
         arguments = dict(getattr(function, "keywords", {}))
         x = args[0] if args else arguments.pop("hidden_states", None)
         layer = _layer_of(function)
-        if not torch.is_grad_enabled() or len(args) > 1 or not _known_call(layer, function, x, arguments):
+        if not torch.is_grad_enabled():
+            return checkpointed(function, *args)
+        if len(args) > 1 or not _known_call(layer, function, x, arguments):
+            self._counts.passed_on += 1
             return checkpointed(function, *args)
         if index == self._streamed()[0]:
             refuse_packed(arguments.get("position_ids"))
@@ -208,6 +224,13 @@ class Streaming:
 def _layer_of(function: Any) -> Any:
     """The layer whose forward this is; not one remembered from `install`, for a deep copy of the model runs its own layers."""
     return function.args[0] if function.args else function.func.__self__
+
+
+def _asks_for_more(layer: Any) -> str | None:
+    """What the model's configuration wants from inside its layers, which the streamed layer does not hand out."""
+    config = getattr(getattr(layer, "self_attn", None), "config", None)
+    wanted = [name for name in _WANTED_FROM_INSIDE if getattr(config, name, False)]
+    return f"its configuration asks for {', '.join(wanted)}" if wanted else None
 
 
 def _known_call(layer: Any, function: Any, x: Any, arguments: dict[str, Any]) -> bool:
