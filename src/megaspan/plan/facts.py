@@ -13,7 +13,7 @@ from typing import Any
 
 from megaspan.human import UserError, nearest
 from megaspan.plan import families
-from megaspan.plan.families import FAMILIES, Experts, Family, Widths
+from megaspan.plan.families import FAMILIES, UNKNOWN, Experts, Family, Widths
 from megaspan.plan.rope_native import text_config
 
 _SHAPES = Path(__file__).parent / "shapes"
@@ -119,7 +119,7 @@ class ModelFacts:
         """
         text = text_config(config)
         model_type = str(text.get("model_type", ""))
-        family = FAMILIES.get(model_type, Family(qkv_bias=False, out_bias=False))
+        family = FAMILIES.get(model_type, UNKNOWN)
         layers = families.need(text, "num_hidden_layers", "n_layer")
         hidden = families.need(text, "hidden_size", "n_embd")
         heads = families.need(text, "num_attention_heads", "n_head")

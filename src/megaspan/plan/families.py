@@ -36,6 +36,7 @@ class Family:
         tied: whether embedding and head are one matrix when the configuration does not say.
         window_every: every n-th layer sees everything, the others a window; 1 means that all layers have the window.
         experts: name of the mixture-of-experts scheme, or None.
+        streamed: its layers run in tiles; others are checkpointed whole.
     """
 
     norms: int = 2
@@ -54,9 +55,10 @@ class Family:
     tied: bool = False
     window_every: int = 0
     experts: Literal["qwen", "mixtral", "gpt_oss", "olmoe"] | None = None
+    streamed: bool = True
 
 
-_PLAIN = Family(qkv_bias=False, out_bias=False)
+UNKNOWN = Family(qkv_bias=False, out_bias=False, streamed=False)
 FAMILIES: dict[str, Family] = {
     "llama": Family(mlp_bias="mlp_bias"),
     "mistral": Family(qkv_bias=False, out_bias=False, window_every=1),
@@ -78,9 +80,9 @@ FAMILIES: dict[str, Family] = {
         norms=1, norm_tensors=(3, 1), qk_norm="each", qk_norm_tensors=(2, 0), qk_norm_key="use_qk_norm", tied=True
     ),
     "cohere2": Family(norms=1, norm_tensors=(3, 1), tied=True, window_every=4),
-    "phi3": Family(qkv_bias=False, out_bias=False, more_heads=(2, 1)),
+    "phi3": Family(qkv_bias=False, out_bias=False, more_heads=(2, 1), streamed=False),
     "smollm3": Family(mlp_bias="mlp_bias", tied=True),
-    "glm4": Family(norms=4, norm_tensors=(4, 6), more_heads=(1, 0), out_bias=False),
+    "glm4": Family(norms=4, norm_tensors=(4, 6), more_heads=(1, 0), out_bias=False, streamed=False),
     "seed_oss": Family(out_bias="attention_out_bias", mlp_bias="mlp_bias"),
     "exaone4": Family(norm_tensors=(2, 3), qk_norm="head", qkv_bias=False, out_bias=False, window_every=4),
     "hunyuan_v1_dense": Family(qk_norm="head"),
@@ -144,7 +146,7 @@ class Widths:
 
 def attention_parameters(config: Mapping[str, Any], model_type: str, w: Widths) -> int:
     """Projections, biases, norms and sinks of one attention block."""
-    family = FAMILIES.get(model_type, _PLAIN)
+    family = FAMILIES.get(model_type, UNKNOWN)
     q, kv = w.heads * w.head_dim, w.kv_heads * w.head_dim
     total = w.hidden * (q + 2 * kv) + q * w.hidden
     total += (q + 2 * kv) * has(config, model_type, family.qkv_bias) + w.hidden * has(config, model_type, family.out_bias)
@@ -155,13 +157,13 @@ def attention_parameters(config: Mapping[str, Any], model_type: str, w: Widths) 
 
 def norm_parameters(model_type: str, hidden: int) -> int:
     """Norms over the hidden size in one layer."""
-    family = FAMILIES.get(model_type, _PLAIN)
+    family = FAMILIES.get(model_type, UNKNOWN)
     return family.norms * family.norm_vectors * hidden
 
 
 def mlp_parameters(config: Mapping[str, Any], model_type: str, w: Widths) -> int:
     """A dense MLP."""
-    family = FAMILIES.get(model_type, _PLAIN)
+    family = FAMILIES.get(model_type, UNKNOWN)
     up = 2 if family.gated else 1
     return (up + 1) * w.hidden * w.mlp + (up * w.mlp + w.hidden) * has(config, model_type, family.mlp_bias)
 
@@ -179,7 +181,7 @@ class Experts:
 
 def experts_of(config: Mapping[str, Any], model_type: str, layers: int) -> Experts | None:
     """The experts of a model, or None for a dense one."""
-    scheme = FAMILIES.get(model_type, _PLAIN).experts
+    scheme = FAMILIES.get(model_type, UNKNOWN).experts
     if scheme is None:
         return None
     count = need(config, "num_experts", "num_local_experts")
@@ -207,7 +209,7 @@ def layer_types_of(config: Mapping[str, Any], model_type: str, layers: int) -> t
     given = config.get("layer_types")
     if given:
         return tuple(str(kind) for kind in given[:layers])
-    every = FAMILIES.get(model_type, _PLAIN).window_every
+    every = FAMILIES.get(model_type, UNKNOWN).window_every
     every = int(config.get("sliding_window_pattern") or every) if every > 1 else every
     if not every or not config.get("sliding_window"):
         return ("full_attention",) * layers

@@ -7,7 +7,8 @@ from dataclasses import asdict
 from typing import Any
 
 from megaspan.human import format_bytes, format_seconds, format_tokens
-from megaspan.plan.choose import Lever, Plan
+from megaspan.plan.choose import Plan
+from megaspan.plan.levers import Lever
 
 
 def plan_dict(plan: Plan) -> dict[str, Any]:
@@ -24,6 +25,10 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
         "checkpoint": plan.checkpoint,
         "offload": plan.offload,
         "keep_on_device": plan.keep_on_device,
+        "streamed": plan.streamed,
+        "layer_tile_tokens": plan.layer_tile_tokens,
+        "kv_heads_per_call": plan.kv_heads_per_call,
+        "keep_outputs": plan.keep_outputs,
         "fits": plan.fits,
         "device_bytes": plan.device_bytes,
         "device_limit": plan.device_limit,

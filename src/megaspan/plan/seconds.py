@@ -13,8 +13,9 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from megaspan.plan.cost import Settings, layer_bytes
 from megaspan.plan.facts import ModelFacts
+from megaspan.plan.layer import layer_bytes
+from megaspan.plan.parts import Settings
 
 # TFLOP/s forward and backward, by tokens.
 _RATES: dict[str, dict[int, tuple[float, float]]] = {
@@ -73,21 +74,29 @@ def step_seconds(facts: ModelFacts, s: Settings, device_name: str, kernel: str |
         )
     chosen = kernel or ("flash-attn-4" if has_flash4() else "cuDNN")
     forward, backward = _rate(chosen, s.tokens)
+    again = facts.layers - (s.keep_outputs if s.streamed else 0) if s.checkpoint else 0
     runs = 2 if s.checkpoint else 1
-    attention = sum(_attention_flops(facts, layer, s.tokens) for layer in range(facts.layers))
+    each = [_attention_flops(facts, layer, s.tokens) for layer in range(facts.layers)]
+    attention, twice = sum(each), sum(each[:again])
+    tiled = s.streamed and s.checkpoint and s.tokens > s.layer_tile
+    third = facts.hidden * (facts.query_width + 2 * facts.kv_width) if tiled else 0
     dense = sum(facts.linear_parameters(layer) for layer in range(facts.layers))
     products = runs + (1 if s.adapter else 2)
     kept = sum(layer_bytes(facts, layer, s).kept for layer in range(facts.layers))
     head = 3 - bool(s.adapter)
     parts = [
         SecondsPart(
-            "attention forward", runs * attention / forward, f"{runs} x {attention:.3g} FLOP / {forward / 1e12:.0f} TFLOP/s"
+            "attention forward",
+            (attention + twice) / forward,
+            f"({attention:.3g} FLOP" + (f" + {again} layers again" if again else "") + f") / {forward / 1e12:.0f} TFLOP/s",
         ),
         SecondsPart("attention backward", 2.5 * attention / backward, f"2.5 x {attention:.3g} / {backward / 1e12:.0f} TFLOP/s"),
         SecondsPart(
             "projections and MLP",
-            products * 2 * dense * s.tokens / _DENSE,
-            f"{products} x 2 x {dense:.3g} weights x t / {_DENSE / 1e12:.0f} TFLOP/s",
+            2 * (products * dense + facts.layers * third) * s.tokens / _DENSE,
+            f"2 x ({products} x {dense:.3g} weights"
+            + (" + q, k, v again" if third else "")
+            + f") x t / {_DENSE / 1e12:.0f} TFLOP/s",
         ),
         SecondsPart(
             "output head",
@@ -101,7 +110,8 @@ def step_seconds(facts: ModelFacts, s: Settings, device_name: str, kernel: str |
         ),
     ]
     moved = facts.layers - s.keep_on_device if s.checkpoint and s.offload else 0
-    link = moved * s.tokens * facts.hidden * s.compute_bytes / _LINK
+    outputs = max(0, min(moved, s.keep_outputs - s.keep_on_device)) if s.streamed else 0
+    link = s.tokens * s.compute_bytes * (moved * facts.hidden + outputs * facts.query_width) / _LINK
     total = sum(part.seconds for part in parts)
     note = f"with {chosen} attention; optimizer step not counted"
     if link * 2 > total:
