@@ -61,6 +61,15 @@ def test_loss_and_every_gradient_equal_plain_transformers(family, tokens, tile):
     assert (stats.streamed, stats.attention_forwards, stats.attention_backwards) == (2, 2, 2)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_longer_row(family):
+    """P1 at 4,097 tokens, through kernel tiles of several sizes."""
+    plain = tiny(family, max_position_embeddings=8192)
+    model, _ = streamed(plain, LayerPlan(tile_tokens=1000))
+    assert_parity(plain, model, batch(4097))
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_several_rows_and_uneven_tiles(family):
     plain = tiny(family)
