@@ -180,7 +180,7 @@ def test_copies_that_cannot_keep_up_corrupt_nothing() -> None:
         for one in (plain, model):
             one.zero_grad()
             losses = [one(row.clone()).square().mean() for row in rows]
-            if number % 5 == 4:
+            if number % 5 == 4 and len(losses) > 1:
                 losses.pop()  # a forward that never gets its backward
             order = losses if number % 2 else losses[::-1]
             for loss in order:
