@@ -61,6 +61,16 @@ def test_loss_and_every_gradient_equal_plain_transformers(family, tokens, tile):
     assert (stats.streamed, stats.attention_forwards, stats.attention_backwards) == (2, 2, 2)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_row_of_one_token(family):
+    """P1 without a target to predict: the logits' squares instead of the loss."""
+    plain = tiny(family)
+    model, _ = streamed(plain)
+    for one in (plain, model):
+        one(batch(1)["input_ids"], use_cache=False).logits.square().sum().backward()
+    assert_same_gradients(gradients(model), gradients(plain), 1e-4 if family in MOE else 1e-5)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_a_longer_row(family):
