@@ -201,9 +201,9 @@ def memory(facts: ModelFacts, s: Settings) -> Memory:
         name = f"backward of layer {index + 1}"
         done = facts.layers - index
         if s.checkpoint and s.streamed:
-            halves = streamed_layer_parts(facts, heaviest, s, largest)
             before = [gradient_part(facts, s, done - 1), *resident(index + 1, True)]
-            return [(f"{name}, {half}", [*before, *work]) for half, work in zip(("MLP", "attention"), halves, strict=True)]
+            moments = streamed_layer_parts(facts, heaviest, s, largest)
+            return [(f"{name}, {moment}", [*before, *work]) for moment, work in moments.items()]
         work = whole_layer_parts(heaviest, s) if s.checkpoint else [_inside(heaviest, s)]
         return [(name, [gradient_part(facts, s, done), *resident(index + 1, True), *work])]
 
