@@ -192,6 +192,28 @@ def test_a_completion_mask_is_kept(tmp_path: Path) -> None:
     assert rows_of(tmp_path, jsonl(tmp_path / "d.jsonl", record))[0].labels.tolist() == [-100, -100, 7, 8]
 
 
+def test_a_token_is_trained_where_every_mask_trains_it(tmp_path: Path) -> None:
+    record = {"input_ids": [5, 6, 7, 8], "labels": [5, 6, -100, 8], "assistant_masks": [1, 0, 1, 1]}
+    assert rows_of(tmp_path, jsonl(tmp_path / "d.jsonl", record))[0].labels.tolist() == [-100, -100, -100, 8]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_null_ids_are_an_empty_document(tmp_path: Path, kind: str) -> None:
+    values = [[5, 6], None, [7]]
+    if kind == "jsonl":
+        path = jsonl(tmp_path / "d.jsonl", *({"input_ids": value} for value in values))
+    else:
+        path = parquet(tmp_path / "d.parquet", input_ids=values)
+    rows = rows_of(tmp_path, path, packing=True)
+    assert rows[0].input_ids.tolist() == [5, 6, 7]
+    assert rows.ledger.empty_documents == 1
+
+
+def test_json_lines_with_a_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "ab"}\r\n{"text": "cd"}')
+    assert texts_of(rows_of(tmp_path, tmp_path / "d.jsonl")) == ["ab$", "cd$"]
+
+
 def test_a_folder_of_records_with_splits(cached: Path) -> None:
     """As on the hub: data/train-*.parquet beside a README that is no document."""
     hub = cached / "hub"

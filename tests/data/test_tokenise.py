@@ -84,7 +84,8 @@ def test_the_batch_is_no_larger_than_what_is_needed() -> None:
     assert len(read) <= 5
 
 
-def test_no_special_token_but_the_end_of_text() -> None:
+@pytest.mark.parametrize("workers", [None, 1, 2])
+def test_no_special_token_but_the_end_of_text(workers: int | None) -> None:
     """A tokenizer that starts every text with a token of its own does not do it here; nor does it truncate or pad."""
     from tokenizers.processors import TemplateProcessing
 
@@ -93,7 +94,7 @@ def test_no_special_token_but_the_end_of_text() -> None:
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{EOS} $A", special_tokens=[(EOS, 0)])
     tokenizer.backend_tokenizer.enable_truncation(2)
     tokenizer.backend_tokenizer.enable_padding(length=100, pad_id=0, pad_token=EOS)
-    assert pieces(Tokeniser(tokenizer, 0), "some text")[0].ids.tolist() == [*plain, 0]
+    assert pieces(Tokeniser(tokenizer, 0, workers), "some text")[0].ids.tolist() == [*plain, 0]
 
 
 def test_a_class_that_does_more_than_its_backend_is_trusted_instead() -> None:

@@ -92,7 +92,7 @@ class Preparation:
                 break
             if time.monotonic() - spoken > _PROGRESS_SECONDS:
                 spoken = time.monotonic()
-                self.report(f"data: {counts.documents + 1:,} documents, {format_tokens(counts.tokens_in)} tokens so far")
+                self.report(f"data: {format_tokens(counts.tokens_in)} tokens so far, document {counts.documents + 1:,}")
         counts.close()
         return counts
 

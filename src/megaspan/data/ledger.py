@@ -144,8 +144,10 @@ class TokenLedger:
         lines += [_line("+", "added", self.added, "end-of-text tokens")]
         lines += [_line("=", "trained", self.trained, _share(self.trained, total))]
         lines += [_line("+", "masked", self.masked, "first token of a document or row, and tokens that came masked")]
-        lines += [_line("+", "dropped", self.dropped, f"{_many(self.dropped_documents, 'overlong document')} left out")]
-        lines += [_line("+", "truncated", self.truncated, f"ends of {_many(self.truncated_documents, 'document')}")]
+        dropped = f"{_many(self.dropped_documents, 'overlong document')} left out" if self.dropped_documents else ""
+        lines += [_line("+", "dropped", self.dropped, dropped or ("only special tokens" if self.dropped else ""))]
+        truncated = f"ends of {_many(self.truncated_documents, 'document')}" if self.truncated else ""
+        lines += [_line("+", "truncated", self.truncated, truncated)]
         if self.unused or self.stopped:
             lines += [_line("+", "unused", self.unused, "read ahead; reading stopped at max_rows")]
         lines += [_line("", "padding", self.padding, "not counted above")]
@@ -166,9 +168,9 @@ class TokenLedger:
         name = f"{source.name}: " if len(self.sources) > 1 else ""
         line = f"  {name}longest document {format_tokens(source.longest)} tokens ({source.longest_place})"
         if source.overlong:
-            past = f"{format_tokens(source.past)} tokens ({_share(source.past, source.tokens)}) of them lie past it"
+            past = f"{format_tokens(source.past)} tokens ({_share(source.past, source.tokens)}) past it"
             fate = "are dropped or truncated" if self.lost else "continue in the next rows"
-            line += f"; {_many(source.overlong, 'document')} longer than max_length: {past} and {fate}"
+            line += f"; {_many(source.overlong, 'document')} longer than max_length: {past} {fate}"
         return [line, *(f"  {name}{skipped}" for skipped in source.skipped)]
 
 

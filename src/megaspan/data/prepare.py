@@ -64,7 +64,7 @@ def prepare_rows(
     wish = _wish(config, split)
     sources = _open_sources(config, wish, dataset)
     identities = [source.identity() for source in sources]
-    key = None if None in identities else _key(config, tokenizer, eos, wish, identities)
+    key = None if None in identities else _key(config, tokenizer, eos, identities)
     cache = _cache(config, cache_folder, report)
     started = time.monotonic()
     preparation = Preparation(config, tokenizer, eos, sources, cache, report)
@@ -118,14 +118,12 @@ def _open_sources(config: SFTConfig, wish: Wish, dataset: Any | None) -> list[So
     return open_entry(Entry(config.dataset_name, config.dataset_config), wish)
 
 
-def _key(config: SFTConfig, tokenizer: Any | None, eos: int | None, wish: Wish, identities: list[Any]) -> str:
+def _key(config: SFTConfig, tokenizer: Any | None, eos: int | None, identities: list[Any]) -> str:
     facts = {
         "format": FORMAT,
         "tokenizer": tokenizer_hash(tokenizer),
         "eos": eos,
         "sources": identities,
-        "split": wish.split,
-        "text_field": wish.text_field,
         "max_length": config.max_length,
         "packing": config.packing_strategy if config.packing else config.overlong,
         "max_rows": config.max_rows,
