@@ -123,7 +123,7 @@ def run_trl(case: dict[str, Any], folder: Path) -> None:
     cuda = torch.cuda.is_available()
     config = shape_of(case)
     config["max_position_embeddings"] = max(config["max_position_embeddings"], case["tokens"])
-    built = AutoConfig.for_model(**config, use_cache=False)
+    built = AutoConfig.for_model(**(config | {"use_cache": False}))
     with torch.device("cuda" if cuda else "cpu"):
         model = AutoModelForCausalLM.from_config(
             built, dtype=torch.bfloat16 if cuda else torch.float32, attn_implementation=case["attention"]

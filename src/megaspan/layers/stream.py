@@ -44,7 +44,7 @@ class LayerPlan:
 
     tile_tokens: int = 16384
     kv_heads_per_call: int | None = None
-    fused_norms: bool = False
+    fused_norms: bool = True
 
 
 @dataclass

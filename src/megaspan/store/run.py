@@ -23,6 +23,7 @@ from typing import Any
 
 import yaml
 
+from megaspan import __version__
 from megaspan.human import UserError
 from megaspan.store.checkpoint import checkpoints, latest_checkpoint
 from megaspan.store.export import FINAL
@@ -78,7 +79,7 @@ def write_run_facts(run: Path | str, *, config: Mapping[str, Any], facts: Mappin
     """
     run = Path(run)
     run.mkdir(parents=True, exist_ok=True)
-    version = importlib.metadata.version("megaspan")
+    version = __version__
     text = yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True, width=120)
     _replace(
         run / "config.yaml", f"# Every option as megaspan {version} resolved it. To repeat: megaspan train config.yaml\n{text}"
@@ -145,7 +146,7 @@ def _code_commit() -> str | None:
         if not _git(here, "ls-files", "--", Path(__file__).name):
             return None  # installed into somebody else's repository
         return commit + ("+changes" if _git(here, "status", "--porcelain", "--", str(here.parent)) else "")
-    except (OSError, ValueError, subprocess.SubprocessError):
+    except (OSError, ValueError, subprocess.SubprocessError, importlib.metadata.PackageNotFoundError):
         return None
 
 
