@@ -106,7 +106,7 @@ def test_dials_are_turned_from_the_cheapest() -> None:
     little_host = plan(tokens="256k", host_memory="60GiB")
     assert little_host.fits
     assert 0 < little_host.keep_outputs < 36
-    assert any("computed again" in reason for reason in little_host.reasons)
+    assert any("runs forward twice" in reason for reason in little_host.reasons)
     assert little_host.host_bytes <= 60 * GIB
 
 

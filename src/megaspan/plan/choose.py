@@ -235,9 +235,8 @@ def _layer_reasons(facts: ModelFacts, s: Settings) -> list[str]:
             f"attention's backward takes {s.kv_heads_per_call} of {facts.kv_heads} KV heads a call: its sums are smaller"
         )
     if s.streamed and s.keep_outputs < layers:
-        reasons.append(
-            f"attention outputs of the last {s.keep_outputs} layers only are kept, the others are computed again: no room"
-        )
+        kept = f"only the last {s.keep_outputs} layers keep" if s.keep_outputs else "no layer keeps"
+        reasons.append(f"{kept} attention's output, for want of room; where it is not kept, attention runs forward twice")
     if s.offload and s.gpu:
         grown = format_bytes(gradient_part(facts, s, layers).bytes)
         if s.keep_on_device == layers:
