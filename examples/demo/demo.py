@@ -1,8 +1,8 @@
 """`make demo`: from nothing to a model fine-tuned on a real book, on the CPU, with every lever on.
 
-A model of two layers, made here with random weights and a window of 2,048 tokens, reads the King James Bible in rows of 16,384
-tokens: YaRN stretches its positions eight times, the loss is taken in tiles, layer inputs go through the offload path. It is the
-command that trains an 8B model on a GPU; only the model is small.
+A model of two layers, made here with random weights and a window of 2,048 tokens, reads the King James Bible in rows of
+16,384 tokens: YaRN stretches its positions eight times, the loss is taken in tiles, layer inputs go through the offload path.
+It is the command that trains an 8B model on a GPU; only the model is small.
 """
 
 from __future__ import annotations

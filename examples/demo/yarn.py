@@ -1,7 +1,7 @@
 """`make demo-yarn`: why a model must be told about longer rows, on a real model and a real book.
 
-SmolLM2-135M was made for 8,192 tokens. It reads 16,384 tokens of the King James Bible twice, as it is and with YaRN × 4, untrained;
-`megaspan eval` gives the loss by position. The mean over the row would hide what the curve shows.
+SmolLM2-135M was made for 8,192 tokens. It reads 16,384 tokens of the King James Bible twice, as it is and with YaRN × 4,
+untrained; `megaspan eval` gives the loss by position. The mean over the row would hide what the curve shows.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def smollm2() -> Path:
-    """SmolLM2-135M as an ordinary model folder; made once from the GGUF file, whose weights transformers cannot save as they are."""
+    """SmolLM2-135M as an ordinary model folder; made once from the GGUF file, which transformers cannot save as it is."""
     folder = BUILD / "smollm2-135m"
     if not (folder / "model.safetensors").exists():
         gguf = smollm2_gguf()

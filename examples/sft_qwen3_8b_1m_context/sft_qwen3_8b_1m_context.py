@@ -29,7 +29,7 @@ def main() -> None:
         dataset_streaming=options.books == "emozilla/pg19",
         max_length=options.max_length,
         max_rows=4,
-        # Past its window the model has never seen a position: YaRN stretches the window 32 times. The base frequency is the model's.
+        # Past its window the model has never seen a position: YaRN stretches the window 32 times, on the model's own frequency.
         model_init_kwargs={
             "rope_parameters": {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": options.window}
         },

@@ -1,4 +1,4 @@
-"""A model of two layers and four small books, so that the example can be run on any machine: `python toy_model.py build/toy`."""
+"""A model of two layers and four small books: `python toy_model.py build/toy` makes the example run on any machine."""
 
 from __future__ import annotations
 

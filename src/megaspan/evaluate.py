@@ -1,15 +1,16 @@
 """Loss by position: what the mean hides.
 
 A model read past its window is fine at the start of a row and lost at its end: SmolLM2-135M, made for 8,192 tokens, has a
-perplexity of 8 up to there and of 335 at 16,000, and the mean over the row shows neither. So the loss is reported by position, next
-to the text's unigram entropy: the loss of a model that knows how often each token occurs and nothing else. No working model exceeds
-it, so where the curve crosses that line the positions are wrong (case R52).
+perplexity of 8 up to there and of 335 at 16,000, and the mean over the row shows neither. So the loss is reported by
+position, next to the text's unigram entropy: the loss of a model that knows how often each token occurs and nothing else. No
+working model exceeds it, so where the curve crosses that line the positions are wrong (case R52).
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def loss_by_position(model: Any, rows: list[Row], bounds: list[int]) -> list[Buc
         positions = torch.arange(ids.shape[1], device=where)[None]
         hidden_tE = model.get_decoder()(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state[0]
         labels_t = torch.from_numpy(row.labels).to(where)
-        for place, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        for place, (start, stop) in enumerate(pairwise(bounds)):
             first = max(start, 1)  # the first token of a row has nothing to be predicted from
             if first >= min(stop, len(labels_t)):
                 continue
@@ -72,7 +73,7 @@ def loss_by_position(model: Any, rows: list[Row], bounds: list[int]) -> list[Buc
     model.train(training)
     return [
         Bucket(start, stop, float(total / count) if count else math.nan, int(count))
-        for start, stop, total, count in zip(bounds, bounds[1:], sums, counts, strict=False)
+        for (start, stop), total, count in zip(pairwise(bounds), sums, counts, strict=True)
     ]
 
 
@@ -132,9 +133,8 @@ def render(result: dict[str, Any]) -> str:
     lines.append(f"{'position':>19}  {'loss':>7}  {'perplexity':>10}")
     for span in result["positions"]:
         above = "  above the unigram entropy" if span["loss"] > result["unigram_entropy"] else ""
-        lines.append(
-            f"{format_tokens(span['start']):>9}–{format_tokens(span['stop']):>9}  {span['loss']:7.3f}  {span['perplexity']:10.1f}{above}"
-        )
+        place = f"{format_tokens(span['start']):>9}–{format_tokens(span['stop']):>9}"
+        lines.append(f"{place}  {span['loss']:7.3f}  {span['perplexity']:10.1f}{above}")
     lines.append(f"unigram entropy of the text: {result['unigram_entropy']:.3f} nats")
     return "\n".join(lines)
 

@@ -29,7 +29,10 @@ def first_and_last(metrics: Path) -> tuple[dict, dict]:
 def test_toy_yaml_is_the_guides_run_at_toy_size(toy):
     """4 rows, 12 steps; step 1 logs epoch 0.25 and num_tokens equal to max_length; the loss falls."""
     done = subprocess.run(
-        [sys.executable, "-m", "megaspan", "train", str(EXAMPLE / "toy.yaml"), "--json"], cwd=toy, capture_output=True, text=True
+        [sys.executable, "-m", "megaspan", "train", str(EXAMPLE / "toy.yaml"), "--json"],
+        cwd=toy,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["steps"] == 12

@@ -38,7 +38,7 @@ def plain_run(folder, rows, steps, per_step, *, learning_rate=1e-2, max_grad_nor
 
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_the_same_weights_as_plain_transformers(tmp_path, model_folder, accumulation):  # noqa: F811
-    """Loss, norm and weights of a whole run; rows of different length in one window (R09, R10: per-token, not per-row means)."""
+    """Loss, norm and weights of a whole run; rows of different length in a window (R09, R10: means over tokens)."""
     data = documents([40, 11, 23, 5, 40, 7])
     run = trainer(
         model_folder, tmp_path, data, num_train_epochs=1, gradient_accumulation_steps=accumulation,
@@ -74,7 +74,12 @@ def test_one_step_does_not_depend_on_how_the_samples_are_cut(tmp_path, model_fol
     options = {"max_steps": 1, "train_sampling_strategy": "sequential", "callbacks": [Gradients]}
     size, accumulation = cut
     trainer(
-        model_folder, tmp_path / "a", data, per_device_train_batch_size=size, gradient_accumulation_steps=accumulation, **options
+        model_folder,
+        tmp_path / "a",
+        data,
+        per_device_train_batch_size=size,
+        gradient_accumulation_steps=accumulation,
+        **options,
     ).train()
     got = dict(seen)
     trainer(model_folder, tmp_path / "b", data, gradient_accumulation_steps=8, **options).train()
@@ -178,7 +183,9 @@ def test_every_parameter_of_trls_trainer_is_known():
 
     from megaspan import SFTTrainer
 
-    assert inspect.signature(trl.SFTTrainer.__init__).parameters.keys() <= inspect.signature(SFTTrainer.__init__).parameters.keys()
+    assert (
+        inspect.signature(trl.SFTTrainer.__init__).parameters.keys() <= inspect.signature(SFTTrainer.__init__).parameters.keys()
+    )
 
 
 def test_a_row_with_a_token_that_the_model_lacks_is_refused_before_training(tmp_path, model_folder):  # noqa: F811

@@ -23,7 +23,6 @@ from typing import Any
 
 import yaml
 
-from megaspan import __version__
 from megaspan.human import UserError
 from megaspan.store.checkpoint import checkpoints, latest_checkpoint
 from megaspan.store.export import FINAL
@@ -79,7 +78,7 @@ def write_run_facts(run: Path | str, *, config: Mapping[str, Any], facts: Mappin
     """
     run = Path(run)
     run.mkdir(parents=True, exist_ok=True)
-    version = __version__
+    version = _software()["packages"].get("megaspan", "(from its source folder)")
     text = yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True, width=120)
     _replace(
         run / "config.yaml", f"# Every option as megaspan {version} resolved it. To repeat: megaspan train config.yaml\n{text}"

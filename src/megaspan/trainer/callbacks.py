@@ -1,7 +1,8 @@
 """`transformers.TrainerCallback` objects, called with the real `TrainingArguments`, `TrainerState` and `TrainerControl`.
 
-Callbacks written for `transformers` or TRL (early stopping, loggers, profilers) work unchanged. When to log, evaluate and save is
-decided by transformers' own `DefaultFlowCallback`, so `logging_steps`, `eval_strategy` and the rest mean what they mean there.
+Callbacks written for `transformers` or TRL (early stopping, loggers, profilers) work unchanged. When to log, evaluate and
+save is decided by transformers' own `DefaultFlowCallback`, so `logging_steps`, `eval_strategy` and the rest mean what they
+mean there.
 """
 
 from __future__ import annotations

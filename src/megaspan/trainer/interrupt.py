@@ -1,8 +1,9 @@
 """Ctrl-C and SIGTERM in the middle of a step that lasts minutes.
 
-At a million tokens one step takes from minutes to an hour, most of it inside one call of `backward`, where Python's main thread
-cannot run a signal handler. The operating system's notice is therefore read by a thread of our own, and the step is abandoned at
-the next layer boundary, on whichever thread runs it; the weights still hold the last complete step and are saved as such.
+At a million tokens one step takes from minutes to an hour, most of it inside one call of `backward`, where Python's main
+thread cannot run a signal handler. The operating system's notice is therefore read by a thread of our own, and the step is
+abandoned at the next layer boundary, on whichever thread runs it; the weights still hold the last complete step and are saved
+as such.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 
-class Interrupted(Exception):  # noqa: N818 - not an error: the user asked
+class Interrupted(Exception):
     """The open step was abandoned on the user's or the scheduler's request.
 
     Attributes:

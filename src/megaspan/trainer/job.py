@@ -1,8 +1,8 @@
 """What a run is made of: rows, a model with its levers, a plan, a device; and what can be said about them.
 
-Everything is made in the order in which it can fail cheaply: the options first, then the text (prepared before any process group or
-weight exists, case R82), then the plan, then the weights. The header is written from what is there when all is made: the live rotary
-module, the kernel that will run, the arena that was pinned, not from what was asked for (probe P4).
+Everything is made in the order in which it can fail cheaply: the options first, then the text (prepared before any process
+group or weight exists, case R82), then the plan, then the weights. The header is written from what is there when all is made:
+the live rotary module, the kernel that will run, the arena that was pinned, not from what was asked for (probe P4).
 """
 
 from __future__ import annotations
@@ -112,7 +112,8 @@ class Job:
     def judge_first_loss(self, loss: float, rows: Sequence[int]) -> str | None:
         """A sentence when the first loss exceeds the text's unigram entropy, the sign of wrong positions (case R52)."""
         lengths = self.rows.lengths[list(rows)]
-        unigram = sum(self.rows.unigram_entropy(row) * length for row, length in zip(rows, lengths, strict=True)) / lengths.sum()
+        entropies = [self.rows.unigram_entropy(row) for row in rows]
+        unigram = float((lengths * entropies).sum() / lengths.sum())
         if not loss > unigram:
             return None
         cause = "as random weights do" if self.loaded.random_weights else "so look at rope_parameters and at the tokenizer"
@@ -186,7 +187,9 @@ class Job:
             allocator = world.allocator()
             lines.append(Line("allocator", f"expandable segments {'on' if allocator.expandable else 'OFF'}", allocator.reason))
         if self.args.full_determinism:
-            lines.append(Line("determinism", "full", "kernels with a fixed order of sums; cuDNN and FlashAttention 4 are left out"))
+            lines.append(
+                Line("determinism", "full", "kernels with a fixed order of sums; cuDNN and FlashAttention 4 are left out")
+            )
         if self.args.loss_type == "nll":
             lines.append(Line("loss", "nll", "the plain loss with all logits; newer TRL means the chunked one by this name"))
         if resumed:
@@ -206,7 +209,9 @@ class Job:
         else:
             device = "no GPU"
         if plan.fits:
-            return Line("planned memory", device, f"{host}; the longest row that fits is {format_tokens(plan.longest_row)} tokens")
+            return Line(
+                "planned memory", device, f"{host}; the longest row that fits is {format_tokens(plan.longest_row)} tokens"
+            )
         lever = f"; next lever: {plan.next_lever.do}" if plan.next_lever else ""
         return Line("planned memory", device, f"{host}; DOES NOT FIT by the plan{lever}", loud=True)
 
@@ -228,7 +233,9 @@ def set_up(
         args = args.replace(model_name_or_path=model)
     given = model if isinstance(model, PreTrainedModel) else None
     if given is None and args.model_name_or_path is None:
-        raise UserError("there is no model", do="Set model_name_or_path to a hub name, a model folder or a shape such as qwen3-4b")
+        raise UserError(
+            "there is no model", do="Set model_name_or_path to a hub name, a model folder or a shape such as qwen3-4b"
+        )
     check_trackers(args.report_to)
     world.set_allocator()
     device = world.device(args.use_cpu)
@@ -286,9 +293,9 @@ def _say(text: str) -> None:
 _REFUSED = {
     "data_collator": "rows are made by megaspan: give the text, or token ids, as train_dataset",
     "compute_loss_func": "the loss is taken tile by tile and never sees all logits; choose loss_type",
-    "compute_metrics": "it needs all predictions at once, which do not fit at these lengths; token accuracy and entropy are logged",
+    "compute_metrics": "it needs all predictions at once, which do not fit; token accuracy and entropy are logged",
     "optimizers": "the fp32 masters live in megaspan's own optimizer; choose optim, learning_rate and lr_scheduler_type",
-    "optimizer_cls_and_kwargs": "the fp32 masters live in megaspan's own optimizer; choose optim, learning_rate and lr_scheduler_type",
+    "optimizer_cls_and_kwargs": "the fp32 masters live in megaspan's own optimizer; choose optim and learning_rate",
     "preprocess_logits_for_metrics": "the logits of a row are never all there",
     "quantization_config": "quantised base weights are not proven exact here; load the model in bf16",
     "formatting_func": "map the dataset to a text column before: dataset.map(lambda row: {'text': ...})",
@@ -302,7 +309,7 @@ def refuse_parameters(**given: Any) -> None:
             raise UserError(f"SFTTrainer's {name} is not supported: {_REFUSED[name]}", do=f"Leave {name} out")
 
 
-class _timed:  # noqa: N801 - reads as a verb where it is used
+class _timed:
     """Adds the seconds of a `with` block to a table."""
 
     def __init__(self, table: dict[str, float], name: str) -> None:

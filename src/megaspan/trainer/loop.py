@@ -1,8 +1,9 @@
 """The training loop: forward and backward over a window's rows, one clip, one update, one line.
 
-A step at a million tokens lasts minutes to an hour, so everything around it is made for long steps: the progress bar moves by layers,
-a signal abandons the open step at the next layer and leaves a complete checkpoint of the last one, checkpoints come by minutes
-(`save_minutes`) as well as by steps, and an update that has begun is always finished, so that no half-updated weights are ever saved.
+A step at a million tokens lasts minutes to an hour, so everything around it is made for long steps: the progress bar moves by
+layers, a signal abandons the open step at the next layer and leaves a complete checkpoint of the last one, checkpoints come
+by minutes (`save_minutes`) as well as by steps, and an update that has begun is always finished, so that no half-updated
+weights are ever saved.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ class Loop:
         if not math.isfinite(norm):
             raise RuntimeError(
                 f"step {step + 1}: the gradient norm is {norm} (loss {sums.loss / sums.trained:.4g}). Nothing was updated; "
-                f"the last checkpoint is intact. A smaller learning_rate or a look at the rows {self.schedule.window(step)} comes next."
+                f"the last checkpoint is intact. Try a smaller learning_rate; look at rows {self.schedule.window(step)}."
             )
         self.optimizer.step()
         return norm
@@ -134,12 +135,16 @@ class Loop:
         if control.should_evaluate:
             self._log(self.evaluate() | {"epoch": round(state.epoch, 4)})
             self._logged_at = time.monotonic()
-        minutes = (time.monotonic() - self._saved_at) / 60
-        if control.should_save or (self.args.save_strategy != "no" and minutes >= self.args.save_minutes):
+        if control.should_save or self._save_is_due():
             self.progress.phase("saving")
             self.save()
             self.callbacks.call("on_save")
             self._saved_at = self._logged_at = time.monotonic()
+
+    def _save_is_due(self) -> bool:
+        """`save_minutes` have gone by since the last checkpoint."""
+        minutes = self.args.save_minutes
+        return self.args.save_strategy != "no" and minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
 
     def _log(self, entry: dict[str, float]) -> None:
         state = self.callbacks.state

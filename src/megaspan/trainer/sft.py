@@ -1,8 +1,8 @@
 """`SFTTrainer`: the main job, with the constructor and the methods that users of TRL know.
 
-What makes a million tokens possible is in the levers that `prepare` puts on the model; what is here is what a step of minutes asks
-for: everything that can fail is tried before the first step, a checkpoint is complete or absent, a signal is answered at the next
-layer, a resume reads nothing twice.
+What makes a million tokens possible is in the levers that `prepare` puts on the model; what is here is what a step of minutes
+asks for: everything that can fail is tried before the first step, a checkpoint is complete or absent, a signal is answered at
+the next layer, a resume reads nothing twice.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class SFTTrainer:
         callbacks: `transformers.TrainerCallback` objects or classes.
         peft_config: a `peft.LoraConfig`; None takes `args.use_peft` and its `lora_*` options.
         data_collator, compute_loss_func, compute_metrics, optimizers, optimizer_cls_and_kwargs,
-            preprocess_logits_for_metrics, quantization_config, formatting_func: TRL's other parameters; refused by name unless None.
+            preprocess_logits_for_metrics, quantization_config, formatting_func: TRL's other parameters; refused unless None.
 
     Raises:
         UserError: a wrong option, data or model, before any weight is loaded where that can be seen.
@@ -77,7 +77,9 @@ class SFTTrainer:
         if not isinstance(args, SFTConfig):
             got = None if args is None else type(args).__module__ + "." + type(args).__name__
             raise UserError(
-                "SFTTrainer needs args of megaspan's own SFTConfig", got=got, do="Pass args=megaspan.SFTConfig(max_length='128k')"
+                "SFTTrainer needs args of megaspan's own SFTConfig",
+                got=got,
+                do="Pass args=megaspan.SFTConfig(max_length='128k')",
             )
         self._job: Job = set_up(model, args, train_dataset, eval_dataset, processing_class, peft_config)
         self.args = self._job.args
@@ -157,7 +159,16 @@ class SFTTrainer:
 
         with Interrupts() as interrupts, progress, metrics:
             loop = Loop(
-                args, job, optimizer, self._callbacks, schedule, metrics, progress, interrupts, evaluate=self._evaluate, save=save
+                args,
+                job,
+                optimizer,
+                self._callbacks,
+                schedule,
+                metrics,
+                progress,
+                interrupts,
+                evaluate=self._evaluate,
+                save=save,
             )
             loop.run()
         seconds = time.monotonic() - begun
@@ -184,7 +195,8 @@ class SFTTrainer:
         rows = self._job.eval_rows if rows is None else rows
         if rows is None:
             raise UserError(
-                "there is no held-out data to evaluate on", do="Pass eval_dataset=…, or set eval_strategy and dataset_test_split"
+                "there is no held-out data to evaluate on",
+                do="Pass eval_dataset=…, or set eval_strategy and dataset_test_split",
             )
         begun, total = time.monotonic(), Sums()
         accumulator = Accumulator(self.model, self._job.device)

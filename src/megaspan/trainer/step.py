@@ -1,9 +1,10 @@
 """One optimizer step: rows in, loss and gradients out.
 
-The loss of a step is one number over all its rows: the sum over trained tokens divided by their count, whatever the rows' lengths
-and however they are cut into micro-batches (the mean of per-row means weighs short rows too much: cases R09, R10). So the tokens of
-the whole window are counted first, and every row's gradient is scaled by that one count. Rows go through the model one at a time:
-at these lengths a single row fills the device, no row is ever padded to another's length, and a window may hold rows of any size.
+The loss of a step is one number over all its rows: the sum over trained tokens divided by their count, whatever the rows'
+lengths and however they are cut into micro-batches (the mean of per-row means weighs short rows too much: cases R09, R10). So
+the tokens of the whole window are counted first, and every row's gradient is scaled by that one count. Rows go through the
+model one at a time: at these lengths a single row fills the device, no row is ever padded to another's length, and a window
+may hold rows of any size.
 """
 
 from __future__ import annotations
