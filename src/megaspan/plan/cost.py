@@ -148,6 +148,14 @@ def disk_parts(facts: ModelFacts, s: Settings, checkpoints: int) -> list[Part]:
     return parts
 
 
+def waiting_parts(facts: ModelFacts, s: Settings) -> tuple[Part, ...]:
+    """What lies in host memory all the time, beside a computation on the host."""
+    parts = layer_inputs(facts, s)
+    if s.gpu:
+        parts.append(Part("process", HOST_BASE_BYTES, "host", "Python, torch, CUDA libraries: allowance"))
+    return tuple(parts)
+
+
 @dataclass(frozen=True)
 class Moment:
     """A moment of the step with everything that is on the device then (on the CPU: in host memory)."""
@@ -218,10 +226,7 @@ def memory(facts: ModelFacts, s: Settings) -> Memory:
         whole = [*states, always, *parts]
         whole.append(_overhead(s, sum(part.bytes for part in whole)))
         made.append(Moment(name, tuple(part for part in whole if part.bytes)))
-    waiting = layer_inputs(facts, s)
-    if s.gpu:
-        waiting.append(Part("process", HOST_BASE_BYTES, "host", "Python, torch, CUDA libraries: allowance"))
-    return Memory(tuple(made), tuple(waiting), s.gpu)
+    return Memory(tuple(made), waiting_parts(facts, s), s.gpu)
 
 
 def _resident(facts: ModelFacts, s: Settings, layers: int, backward: bool, lives: list[int]) -> list[Part]:

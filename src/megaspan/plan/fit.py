@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from megaspan.plan.cost import Memory, memory
+from megaspan.plan.cost import Memory, memory, waiting_parts
 from megaspan.plan.facts import ModelFacts
 from megaspan.plan.parts import Settings
 from megaspan.plan.search import largest
@@ -69,8 +69,11 @@ def _place_frugally(facts: ModelFacts, s: Settings, limits: Limits) -> Settings:
     if not (s.checkpoint and s.gpu and s.offload):
         return s
     layers = facts.layers
-    moved = largest(layers, lambda number: memory(facts, replace(s, keep_on_device=layers - number)).host_bytes <= limits.host)
-    return replace(s, keep_on_device=layers - moved)
+
+    def waits(moved: int) -> int:
+        return sum(part.bytes for part in waiting_parts(facts, replace(s, keep_on_device=layers - moved)))
+
+    return replace(s, keep_on_device=layers - largest(layers, lambda moved: waits(moved) <= limits.host))
 
 
 def _place(facts: ModelFacts, s: Settings, limits: Limits) -> Settings:
