@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
@@ -234,6 +235,10 @@ def test_second_start_tokenises_nothing(tmp_path: Path) -> None:
     second = prepare(tmp_path / "c", None, fast(), **options)
     assert "train rows reused in" in said[-2]
     assert said[-1] == first.ledger.table()
+    long = prepare(tmp_path / "c", [PAGE * 2000], fast(), said=said)
+    prepare(tmp_path / "c", [PAGE * 2000], fast(), said=said)
+    assert long.ledger.tokens_in > 100_000
+    assert said.count("data: long documents are tokenised in parallel pieces") == 2
     assert (first.reused, second.reused) == (False, True)
     assert first.fingerprint == second.fingerprint
     assert (ids_of(first) == ids_of(second)).all()
@@ -338,6 +343,27 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
     assert texts_of(rows) == ["ab$"]
     assert (tmp_path / "run" / "rows" / rows.fingerprint).is_dir()
     assert "so the rows are kept in" in said[0]
+
+
+def test_a_full_disk_and_a_forbidden_file_are_sentences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megaspan.data import tokenstore
+
+    def failing(number: int, name: str | None) -> Any:
+        def append(*_: Any) -> None:
+            raise OSError(number, os.strerror(number), name)
+
+        return append
+
+    monkeypatch.setattr(tokenstore.StoreWriter, "append", failing(errno.ENOSPC, None))
+    with pytest.raises(UserError, match="is full: tokens take 4 bytes each"):
+        prepare(tmp_path, ["ab"])
+    monkeypatch.setattr(tokenstore.StoreWriter, "append", failing(errno.EACCES, "secret.jsonl"))
+    with pytest.raises(UserError, match=r"secret\.jsonl may not be read"):
+        prepare(tmp_path, ["ab"])
+    monkeypatch.setattr(tokenstore.StoreWriter, "append", failing(errno.EIO, None))
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        prepare(tmp_path, ["ab"])
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()]
 
 
 def test_the_default_cache_is_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,7 +57,9 @@ def test_a_folder_says_what_it_left_out(tmp_path: Path) -> None:
     }.items():  # fmt: skip
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).write_bytes(data)
+    (source / "lost.txt").symlink_to(tmp_path / "nowhere")
     rows = rows_of(tmp_path, source)
+    assert "1 file left out: broken link or no plain file (lost.txt)" in rows.ledger.table()
     assert texts_of(rows) == ["mm$", "aa$", "bb$", "cc$"]
     assert rows.ledger.empty_documents == 1
     table = rows.ledger.table()
@@ -232,6 +234,22 @@ def test_a_folder_of_records_with_splits(cached: Path) -> None:
         rows_of(cached, hub, dataset_streaming=True, shuffle_dataset=True)
     with pytest.raises(UserError, match="was not found locally"):
         rows_of(cached, hub, dataset_config="french")
+
+
+def test_a_folder_of_json_lines(cached: Path) -> None:
+    """Read line by line where nothing names a split; through `datasets` where something does."""
+    jsonl(cached / "plain" / "b.jsonl", {"text": "b"})
+    jsonl(cached / "plain" / "a" / "a.jsonl", {"text": "a", "odd": 1}, {"text": "aa", "odd": ["x"]})
+    assert texts_of(rows_of(cached, cached / "plain")) == ["a$", "aa$", "b$"]
+    with pytest.raises(UserError, match="files are one split"):
+        rows_of(cached, cached / "plain", split="test")
+    jsonl(cached / "named" / "train.jsonl", {"text": "a"})
+    jsonl(cached / "named" / "test.jsonl", {"text": "b"})
+    assert texts_of(rows_of(cached, cached / "named")) == ["a$"]
+    assert texts_of(rows_of(cached, cached / "named", split="test")) == ["b$"]
+    (cached / "named" / "train.jsonl").write_text('{"text": "a"}\n{"text"')
+    with pytest.raises(UserError, match="named cannot be prepared: "):
+        rows_of(cached, cached / "named")
 
 
 def test_a_folder_that_datasets_wrote(cached: Path) -> None:

@@ -94,7 +94,12 @@ def test_no_special_token_but_the_end_of_text(workers: int | None) -> None:
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{EOS} $A", special_tokens=[(EOS, 0)])
     tokenizer.backend_tokenizer.enable_truncation(2)
     tokenizer.backend_tokenizer.enable_padding(length=100, pad_id=0, pad_token=EOS)
-    assert pieces(Tokeniser(tokenizer, 0, workers), "some text")[0].ids.tolist() == [*plain, 0]
+    tokeniser = Tokeniser(tokenizer, 0, workers)
+    assert pieces(tokeniser, "some text", PAGE * 2000)[0].ids.tolist() == [*plain, 0]
+    assert tokeniser.notes == [
+        f"this tokenizer would begin every text with {EOS}, which is not added here",
+        "long documents are tokenised in parallel pieces",
+    ]
 
 
 def test_a_class_that_does_more_than_its_backend_is_trusted_instead() -> None:
@@ -105,7 +110,7 @@ def test_a_class_that_does_more_than_its_backend_is_trusted_instead() -> None:
     tokenizer = Shouting(tokenizer_object=build("gpt2"), eos_token=EOS)
     tokeniser = Tokeniser(tokenizer, None)
     assert pieces(tokeniser, "some text")[0].ids.tolist() == build("gpt2").encode("SOME TEXT").ids
-    assert "changes what its backend does" in str(tokeniser.note)
+    assert "changes what its backend does" in tokeniser.notes[0]
 
 
 def test_python_tokenizers_run_on_one_core() -> None:

@@ -148,3 +148,21 @@ def test_the_lock_says_when_it_waits(tmp_path: Path) -> None:
         assert release.wait(10)
     thread.join(10)
     assert waited == [1]
+
+
+def test_without_a_lock_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = []
+    with alone(tmp_path / "not there", "key", lambda: None):
+        done.append("no folder")
+
+    def no_locks(*_: object) -> None:
+        raise OSError(95, "not supported")
+
+    monkeypatch.setattr(tokenstore.fcntl, "flock", no_locks)
+    with alone(tmp_path, "key", lambda: None):
+        done.append("no locks")
+    with pytest.raises(KeyError), alone(tmp_path, "key", lambda: None):
+        raise KeyError
+    with pytest.raises(OSError, match="own"), alone(tmp_path, "key", lambda: None):
+        raise OSError("own")
+    assert done == ["no folder", "no locks"]

@@ -55,9 +55,19 @@ class Preparation:
             fingerprint = key or writer.content[:32]
             self._check_trained(writer, ledger)
             target = self.cache / fingerprint
-            writer.commit(target, {"fingerprint": fingerprint, "max_id": cutter.tally.max_id, "ledger": ledger.to_dict()})
+            writer.commit(
+                target,
+                {
+                    "fingerprint": fingerprint,
+                    "max_id": cutter.tally.max_id,
+                    "notes": tokeniser.notes,
+                    "ledger": ledger.to_dict(),
+                },
+            )
         except OSError as error:
             writer.abandon()
+            if isinstance(error, PermissionError):
+                raise UserError(f"{error.filename} may not be read", do="Check its permissions") from error
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             raise UserError(
@@ -68,8 +78,6 @@ class Preparation:
             raise
         finally:
             tokeniser.close()
-        if tokeniser.note:
-            self.report(f"data: {tokeniser.note}")
         store = open_store(target)
         if store is None:
             raise UserError(f"the rows written to {target} cannot be read back", do="Check that disk")

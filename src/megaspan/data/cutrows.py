@@ -100,9 +100,9 @@ class RowCutter(ABC):
         mask = np.zeros(len(ids), bool) if trained is None else ~trained
         mask[row_starts] = True
         borders = row_starts
-        if begins:
+        if begins and 0 not in row_starts[:1]:
             mask[0] = True
-            borders = np.union1d(row_starts, [0])
+            borders = np.append(0, row_starts)
         at = self._store.tokens
         self._segments.frombytes((borders.astype(np.int64) + at).tobytes())
         bounds = [*row_starts.tolist(), len(ids)]

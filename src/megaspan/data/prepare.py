@@ -79,6 +79,8 @@ def prepare_rows(
     rows = Rows(store, reused=reused, pad_to_multiple_of=multiple, pad_id=pad_id)
     took = format_seconds(time.monotonic() - started)
     report(f"data: {wish.split} rows {'reused' if reused else 'prepared'} in {took}: {store.folder}")
+    for note in store.facts["notes"]:
+        report(f"data: {note}")
     report(rows.ledger.table(wish.split))
     check_lost(config, rows.ledger)
     return rows

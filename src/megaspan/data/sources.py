@@ -8,6 +8,7 @@ never asked of the hub. Everything is decided here, before the first token, and 
 from __future__ import annotations
 
 import glob
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,7 +111,10 @@ def _folder(entry: Entry, folder: Path, wish: Wish) -> list[Source]:
     records = [path for path in files if ending(path) in RECORDS]
     beside = [path for path in files if is_text_name(path) and path.stem.lower() not in NAMES]
     if records and not beside:
-        return [_from_datasets(Entry(str(folder), entry.name, columns=entry.columns), wish)]
+        if any(ending(path) == "parquet" or _names_a_split(path.relative_to(folder)) for path in files) or entry.name:
+            return [_from_datasets(Entry(str(folder), entry.name, columns=entry.columns), wish)]
+        _plain(entry, wish)
+        return _files(entry, records, wish)
     _plain(entry, wish)
     skipped = SkippedFiles()
     taken = text_of(folder, files, skipped)
@@ -120,6 +124,14 @@ def _folder(entry: Entry, folder: Path, wish: Wish) -> list[Source]:
             do="Name the files by a glob such as folder/**/*.log to take other endings",
         )
     return [TextFiles(entry.path, taken, skipped=skipped)]
+
+
+def _names_a_split(path: Path) -> bool:
+    """Whether `datasets` would read a split out of this name, or (a dataset card) finds them described in this file."""
+    words = re.split(r"[^a-z]+", path.as_posix().lower())
+    return path.name.lower() == "readme.md" or not {"train", "test", "validation", "valid", "val", "dev", "eval"}.isdisjoint(
+        words
+    )
 
 
 def _has_split_folders(folder: Path, wish: Wish) -> bool:
@@ -236,7 +248,10 @@ def _from_datasets(entry: Entry, wish: Wish) -> Source:
         return Stream(entry.path, load, identity, wish.text_field, columns)
 
     def prepared() -> Any:
-        builder.download_and_prepare()
+        try:
+            builder.download_and_prepare()
+        except datasets.exceptions.DatasetsError as error:
+            raise UserError(f"{entry.path} cannot be prepared: {str(error.__cause__ or error).splitlines()[0]}") from error
         return builder.as_dataset(wish.split)
 
     return Table(entry.path, prepared, identity, wish.text_field, columns)

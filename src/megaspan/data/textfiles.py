@@ -88,11 +88,13 @@ def text_of(folder: Path, files: Iterable[Path], skipped: SkippedFiles) -> list[
     """The files of `folder` that are taken as text; the others are counted in `skipped`."""
     taken = []
     for path in files:
-        if is_text_name(path):
+        name = path.relative_to(folder).as_posix()
+        if not path.is_file():
+            skipped.add("broken link or no plain file", name)
+        elif is_text_name(path):
             taken.append(path)
         else:
-            reason = "records beside text" if ending(path) in RECORDS else "unknown ending"
-            skipped.add(reason, path.relative_to(folder).as_posix())
+            skipped.add("records beside text" if ending(path) in RECORDS else "unknown ending", name)
     return taken
 
 

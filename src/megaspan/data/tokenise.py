@@ -71,7 +71,7 @@ class Tokeniser:
 
     Attributes:
         special_ids: ids that carry no text; a document of nothing else is empty.
-        note: how long documents are tokenised, for the report; set once the first one was met.
+        notes: what the report should say about this tokenizer; known once texts were met.
     """
 
     def __init__(self, tokenizer: Any | None, eos_id: int | None, workers: int | None = None) -> None:
@@ -83,7 +83,7 @@ class Tokeniser:
         self._cuts: SafeCuts | None = None
         self._probed = False
         self.special_ids = frozenset(getattr(tokenizer, "all_special_ids", ())) | ({eos_id} if eos_id is not None else set())
-        self.note: str | None = None
+        self.notes: list[str] = []
         if self._backend is None and tokenizer is not None and workers is not None and workers > 1:
             raise UserError(
                 f"dataset_num_proc: {type(tokenizer).__name__} is written in Python and runs on one core",
@@ -139,20 +139,25 @@ class Tokeniser:
         if self._cuts is None:
             self._cuts = SafeCuts(self._backend)
             why = self._cuts.reason
-            self.note = (
-                f"long documents are tokenised in one piece: {why}" if why else "long documents are tokenised in parallel"
-            )
+            self.notes.append(f"long documents are tokenised in {f'one piece: {why}' if why else 'parallel pieces'}")
         yield from self._cuts.pieces(text, PIECE_CHARACTERS)
 
     def _probe(self, text: str) -> None:
-        """A tokenizer class may do more than its backend does; then only the class itself is trusted."""
+        """A tokenizer class may do more than its backend does; then only the class itself is trusted.
+
+        And a tokenizer may have a beginning of text, which joined documents do not get: that is said.
+        """
         if self._probed or self._backend is None:
             return
         self._probed = True
         sample = text[:_PROBE_CHARACTERS]
-        if self._backend.encode(sample, add_special_tokens=False).ids != _by_class(self._tokenizer, sample):
+        plain = self._backend.encode(sample, add_special_tokens=False).ids
+        full = self._backend.encode(sample, add_special_tokens=True)
+        if full.ids[:1] != plain[:1]:
+            self.notes.append(f"this tokenizer would begin every text with {full.tokens[0]}, which is not added here")
+        if plain != _by_class(self._tokenizer, sample):
             self._backend = None
-            self.note = f"{type(self._tokenizer).__name__} changes what its backend does: one document at a time"
+            self.notes.append(f"{type(self._tokenizer).__name__} changes what its backend does: one document at a time")
 
     def _run(self, batch: list[_Job]) -> Iterator[Piece]:
         texts = [job.text for job in batch if job.text is not None]

@@ -166,16 +166,16 @@ def _sound(tokens: np.ndarray, blocks: list[int]) -> bool:
 def alone(cache: Path, key: str, waiting: Callable[[], None]) -> Iterator[None]:
     """Holds the lock of one store, so that the processes of a node prepare it once; `waiting` is called before a wait.
 
-    Where the file system has no locks, all of them prepare it, which is slower and still right.
+    Where the file system has no locks or is read-only, all of them prepare it, which is slower and still right.
     """
-    with (cache / f".{key}.lock").open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            waiting()
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError:
-            pass
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            file = stack.enter_context((cache / f".{key}.lock").open("a"))
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                waiting()
+                fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
