@@ -333,10 +333,25 @@ def test_without_locks_both_writers_end_well(tmp_path: Path, monkeypatch: pytest
     assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == 1
 
 
+def _no_parents(mkdir: Any) -> Any:
+    """`Path.mkdir` on a folder that is read-only: what is not there cannot be made."""
+
+    def limited(path: Path, *args: Any, **options: Any) -> None:
+        if ".writing" in str(path):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+        mkdir(path, *args, **options)
+
+    return limited
+
+
 def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="rows cannot be kept in"):
         prepare(tmp_path / "file" / "cache", ["ab"])
+    monkeypatch.setattr(Path, "mkdir", _no_parents(Path.mkdir))
+    with pytest.raises(UserError, match="rows cannot be kept in .*cache: "):
+        prepare(tmp_path / "cache", ["ab"])
+    monkeypatch.undo()
     monkeypatch.setattr(Path, "home", lambda: tmp_path / "file")
     said: list[str] = []
     rows = prepare(None, ["ab"], said=said, output_dir=str(tmp_path / "run"))

@@ -344,6 +344,14 @@ def test_an_iterable_dataset_is_not_read_further_than_needed(tmp_path: Path) -> 
         prepare(tmp_path, stream, shuffle_dataset=True)
 
 
+def test_streams_with_the_same_rows_and_another_ledger(tmp_path: Path) -> None:
+    """A stream is known by its content only once it was read; the ledger is part of it."""
+    kept = datasets.Dataset.from_dict({"text": ["ab"]}).to_iterable_dataset()
+    more = datasets.Dataset.from_dict({"text": ["ab", None]}).to_iterable_dataset()
+    assert prepare(tmp_path, kept).ledger.empty_documents == 0
+    assert prepare(tmp_path, more).ledger.empty_documents == 1
+
+
 def test_parquet_batches_are_measured_in_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """R81: a few documents of 800 MB must never meet in one Arrow array."""
     from megaspan.data import tables

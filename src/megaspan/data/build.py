@@ -7,6 +7,8 @@ any size is prepared on any machine. What cannot be trained on stops here, befor
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -45,14 +47,18 @@ class Preparation:
 
     def run(self, key: str | None) -> Store:
         """Reads, tokenises, cuts and stores; the complete store. Without a key the content is the name."""
-        writer = StoreWriter(self.cache)
+        try:
+            writer = StoreWriter(self.cache)
+        except OSError as error:
+            raise UserError(f"rows cannot be kept in {self.cache}: {error.strerror}") from error
         tokeniser = Tokeniser(self.tokenizer, self.eos_id, self.config.dataset_num_proc)
         try:
             cutter = self._cutter(writer)
             counts = self._feed(tokeniser, cutter)
             rows = cutter.finish()
             ledger = self._ledger(cutter, counts, rows)
-            fingerprint = key or writer.content[:32]
+            described = json.dumps([writer.content, ledger.to_dict()])
+            fingerprint = key or hashlib.sha256(described.encode()).hexdigest()[:32]
             self._check_trained(writer, ledger)
             target = self.cache / fingerprint
             writer.commit(
