@@ -349,7 +349,7 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(UserError, match="rows cannot be kept in"):
         prepare(tmp_path / "file" / "cache", ["ab"])
     monkeypatch.setattr(Path, "mkdir", _no_parents(Path.mkdir))
-    with pytest.raises(UserError, match="rows cannot be kept in .*cache: "):
+    with pytest.raises(UserError, match=r"rows cannot be kept in .*cache: "):
         prepare(tmp_path / "cache", ["ab"])
     monkeypatch.undo()
     monkeypatch.setattr(Path, "home", lambda: tmp_path / "file")
