@@ -144,6 +144,14 @@ def test_env_needs_nothing(capsys):
     assert "host_memory: " in capsys.readouterr().out
 
 
+def test_numbers_that_json_has_no_word_for_become_null(verb, config, capsys):
+    """A finished run that is resumed has no step left and no loss; a bucket without a trained token has none either."""
+    verb("megaspan.trainer", run=lambda config: {"loss": float("nan"), "positions": [{"loss": float("inf")}], "steps": 0})
+    assert cli.main(["train", config, "--json"]) == 0
+    strict = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert strict == {"loss": None, "positions": [{"loss": None}], "steps": 0}
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
@@ -158,6 +166,7 @@ def test_env_needs_nothing(capsys):
         (["train", "--nproc", "all", "--max_length", "4k"], "--nproc must be a whole number"),
         (["train", "--max_length"], "max_length must be"),
         (["data", "--show", "x", "--max_length", "4k"], "--show must be a whole number"),
+        (["data", "--show", "²", "--max_length", "4k"], "--show must be a whole number"),
         (["--verbose"], "has no verb"),
         (["env", "--json=yes"], "--json takes no value"),
     ],

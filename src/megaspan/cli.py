@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import sys
@@ -154,7 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (Exception, KeyboardInterrupt) as error:
         result = _failure(error)
     try:
-        text = json.dumps(result.value, default=str, indent=2) if as_json else result.text
+        text = json.dumps(_for_json(result.value), default=str, indent=2, allow_nan=False) if as_json else result.text
         if text:
             print(text)
         sys.stdout.flush()
@@ -218,7 +219,7 @@ def _whole_number(call: Call, name: str) -> int | None:
     if name not in call.own:
         return None
     text = call.own[name]
-    if not text.isdigit():
+    if not text.isdecimal():
         raise UserError(f"--{name} must be a whole number", got=text or "nothing")
     return int(text)
 
@@ -300,6 +301,15 @@ def _options_help() -> list[str]:
         text = f"{option.description} ({default}; {allowed_of(name)})"
         lines += [f"  --{name}", *textwrap.wrap(text, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)]
     return lines
+
+
+def _for_json(value: Any) -> Any:
+    """`value` with null for the numbers that JSON has no word for: the loss of a run that had no step left, for one."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(name): _for_json(item) for name, item in value.items()}
+    return [_for_json(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _rendered(module: Any, result: Any) -> str:

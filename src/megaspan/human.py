@@ -87,6 +87,8 @@ def _parse_size(value: int | str, units: dict[str, int], allowed: str) -> int:
     if match is None or unit is None:
         raise UserError("not a size", got=value, allowed=allowed)
     size = float(match[1].replace(",", "").replace("_", "")) * unit
+    if size == float("inf"):
+        raise UserError("not a size", got=value, allowed=allowed)
     if size != int(size):
         raise UserError("not a whole number", got=value, allowed=allowed)
     return int(size)

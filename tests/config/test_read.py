@@ -121,6 +121,12 @@ def test_every_mistake_has_its_line(write):
         ("seed: 1\n", "max_length is missing"), ("max_length: null\n", "max_length is missing"),
         ("max_length: 4k\n? [a]\n: 1\n", "is not an option"), ("max_length: 4k\n1: 2\n", "1 is not an option"),
         ("max_length: 4k\nmodel_revision: 1.5\n", "Put it in quotes"),
+        ("max_length: 4k\nmodel_init_kwargs: &a {x: *a}\n", "an anchor in it holds itself"),
+        ("max_length: " + "[" * 2000 + "]" * 2000, "nested too deeply"), ("<<: 5\nmax_length: 4k\n", "line 1, column 5"),
+        ("max_length: .inf\n", "max_length must be"), ("max_length: " + "9" * 400 + "k\n", "max_length must be"),
+        ("max_length: 4k\nlearning_rate: " + "9" * 400, "learning_rate must be"),
+        ("max_length: 4k\nmax_lost_tokens: " + "9" * 400 + "k", "max_lost_tokens must be"),
+        ("max_length: 4k\nseed: 4294967296\n", "seed must be"), ('max_length: 4k\noutput_dir: "a\\0b"\n', "output_dir must be"),
     ],
 )  # fmt: skip
 def test_a_broken_file_is_one_sentence(write, text, sentence):

@@ -15,6 +15,7 @@ from megaspan.human import UserError
 if TYPE_CHECKING:
     from megaspan.config.schema import SFTConfig
 
+LARGEST_SEED = 2**32 - 1
 LORA_OPTIONS = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_modules_to_save", "use_rslora")
 SCHEDULE_ARGUMENTS = {
     "linear": (), "cosine": ("num_cycles",), "cosine_with_restarts": ("num_cycles",), "polynomial": ("lr_end", "power"),
@@ -147,6 +148,9 @@ def combinations(config: SFTConfig, wrong: set[str]) -> list[UserError]:
 def _conflicts(c: SFTConfig) -> Iterator[tuple[tuple[str, ...], str, str]]:
     if c.use_dora:
         yield ("use_dora",), "use_dora: weight-decomposed LoRA is not proven exact with the chunked loss", "Leave it false"
+    for name in ("seed", "data_seed"):
+        if (getattr(c, name) or 0) > LARGEST_SEED:
+            yield (name,), f"{name} must be at most {LARGEST_SEED}, the largest seed of numpy's generator", "Write a smaller one"
     if c.warmup_ratio is not None and c.warmup_steps:
         yield ("warmup_ratio", "warmup_steps"), "warmup_ratio and warmup_steps both set the warm-up", "Keep one of them"
     if c.dataset_name is not None and c.datasets is not None:

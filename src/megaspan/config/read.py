@@ -83,6 +83,13 @@ def _read_file(path: Path, places: dict[str, str], errors: list[UserError]) -> d
             [UserError(f"{path} cannot be read: {getattr(error, 'strerror', None) or 'it is not UTF-8 text'}")]
         ) from None
     try:
+        return _read_text(path, text, places, errors)
+    except RecursionError:  # brackets in brackets, or an anchor that holds itself: no option is like that
+        raise UserErrors([UserError(f"{path} is nested too deeply, or an anchor in it holds itself")]) from None
+
+
+def _read_text(path: Path, text: str, places: dict[str, str], errors: list[UserError]) -> dict[str, Any]:
+    try:
         loader = _Loader(text)
         root = loader.get_single_node()
     except yaml.YAMLError as error:
@@ -94,7 +101,10 @@ def _read_file(path: Path, places: dict[str, str], errors: list[UserError]) -> d
             [UserError(f"{path} is not a mapping of options to values", do="Write lines such as max_length: 128k")]
         )
     _duplicates(path, root, errors)
-    loader.flatten_mapping(root)  # `<<: *base`
+    try:
+        loader.flatten_mapping(root)  # `<<: *base`
+    except yaml.YAMLError as error:
+        raise UserErrors([*errors, _syntax_error(path, error)]) from None
     options: dict[str, Any] = {}
     for key_node, value_node in root.value:
         key = str(key_node.value).replace("-", "_")
@@ -175,5 +185,5 @@ def _flag_value(key: str, texts: list[str]) -> Any:
 def _yaml_value(text: str) -> Any:
     try:
         return yaml.load(text, _Loader)
-    except (yaml.YAMLError, ValueError):
+    except (yaml.YAMLError, ValueError, RecursionError):
         return text

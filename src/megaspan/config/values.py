@@ -29,7 +29,10 @@ def _number(low: float | None, high: float | None, *, whole: bool, open_low: boo
     def read(value: Any) -> Any:
         if isinstance(value, bool) or not isinstance(value, int | float | str):
             raise ValueError
-        number = float(value.replace("_", "").replace(",", "") if isinstance(value, str) else value)
+        try:
+            number = float(value.replace("_", "").replace(",", "") if isinstance(value, str) else value)
+        except OverflowError:  # an integer of more than 308 digits
+            raise ValueError from None
         if not abs(number) < float("inf") or (whole and number != int(number)):
             raise ValueError
         if low is not None and (number <= low if open_low else number < low):
@@ -44,7 +47,7 @@ def _number(low: float | None, high: float | None, *, whole: bool, open_low: boo
 def _size(parse: Callable[[int | str], int]) -> Callable[[Any], int]:
     def read(value: Any) -> int:
         try:
-            size = parse(int(value) if isinstance(value, float) and value == int(value) else value)
+            size = parse(int(value) if isinstance(value, float) and value.is_integer() else value)
         except UserError as error:
             raise ValueError from error
         if size <= 0:
@@ -58,7 +61,7 @@ def _text(value: Any) -> str:
     # Floats are left out: a commit such as 12e4567 read as a number would come back as other text.
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
-    if not isinstance(value, str) or not value.strip():
+    if not isinstance(value, str) or not value.strip() or "\0" in value:  # no path and no name can hold a zero byte
         raise ValueError
     return value
 
