@@ -23,6 +23,7 @@ WAYS: dict[str, dict[str, Any] | None] = {
     "transformers": None,
     "checkpointed": {"general": True},
     "streamed": {},
+    "streamed-unfused": {"fused": False},
     "streamed-written-norms": {"fused_norms": False},
     "streamed-grouped": {"tile_tokens": 8192, "kv_heads_per_call": 2},
     "streamed-offload": {"offload": True},
@@ -54,8 +55,11 @@ def set_way(model: Any, options: dict[str, Any] | None) -> None:
         Checkpointing(False).install(model)
         return
     plan = LayerPlan(**{name: options.pop(name) for name in list(options) if name in LayerPlan.__dataclass_fields__})
-    reasons = Streaming(plan, **options).install(model)
+    streaming = Streaming(plan, **options)
+    reasons = streaming.install(model)
     assert all(reason is None for reason in reasons), reasons
+    if streaming.unfused():
+        print(json.dumps({"not fused": streaming.unfused()}), flush=True)
 
 
 def measure(model: Any, tokens: int, repeats: int) -> tuple[float, float, float]:

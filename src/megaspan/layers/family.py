@@ -11,7 +11,8 @@ tried: `selfcheck.py`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -73,11 +74,8 @@ def describe(layer: Any) -> Family | str:
         return f"its norms stand in places that are not known here: {', '.join(sorted(norms)) or 'none'}"
     family = _FAMILIES[norms]
     if hasattr(layer, "residual_multiplier"):
-        return Family(*(getattr(family, name) for name in _PLACES), "residual_multiplier", family.parallel)
+        return replace(family, multiplier="residual_multiplier")
     return family
-
-
-_PLACES = ("before_attention", "after_attention", "before_mlp", "after_mlp")
 
 
 class _Stopped(Exception):
@@ -107,7 +105,7 @@ def before(layer: Any, family: Family, x_BtE: Tensor, tokens: slice, arguments: 
         "megaspan_capture": _stop,
     }
     try:
-        layer.self_attn(hidden_states=_apply(layer, family.before_attention, x_BtE), **arguments)
+        layer.self_attn(hidden_states=normed(layer, family.before_attention, x_BtE), **arguments)
     except _Stopped as stopped:
         return stopped.call
     raise UserError(
@@ -115,7 +113,7 @@ def before(layer: Any, family: Family, x_BtE: Tensor, tokens: slice, arguments: 
     )
 
 
-def after(layer: Any, family: Family, x_BtE: Tensor, out_BtHD: Tensor) -> Tensor:
+def after(layer: Any, family: Family, x_BtE: Tensor, out_BtHD: Tensor, mlp: Callable[[Tensor], Any] | None = None) -> Tensor:
     """The second half of a layer on a tile of tokens: its output [batch, tokens, hidden].
 
     Args:
@@ -123,14 +121,16 @@ def after(layer: Any, family: Family, x_BtE: Tensor, out_BtHD: Tensor) -> Tensor
         family: from `describe`.
         x_BtE: the layer's input, these tokens only.
         out_BtHD: attention's output for them.
+        mlp: in place of the layer's own.
     """
+    mlp = mlp or layer.mlp
     factor = getattr(layer, family.multiplier) if family.multiplier else None
-    attended = _apply(layer, family.after_attention, layer.self_attn.o_proj(out_BtHD.flatten(2)))
+    attended = normed(layer, family.after_attention, layer.self_attn.o_proj(out_BtHD.flatten(2)))
     attended = attended if factor is None else attended * factor
     if family.parallel:
-        return x_BtE + attended + _first(layer.mlp(_apply(layer, family.before_attention, x_BtE)))
+        return x_BtE + attended + _first(mlp(normed(layer, family.before_attention, x_BtE)))
     hidden = x_BtE + attended
-    mixed = _apply(layer, family.after_mlp, _first(layer.mlp(_apply(layer, family.before_mlp, hidden))))
+    mixed = normed(layer, family.after_mlp, _first(mlp(normed(layer, family.before_mlp, hidden))))
     return hidden + (mixed if factor is None else mixed * factor)
 
 
@@ -142,7 +142,8 @@ def attention_trains(layer: Any, family: Family) -> bool:
     return any(parameter.requires_grad for parameter in [*first, *norm])
 
 
-def _apply(layer: Any, name: str | None, x: Tensor) -> Tensor:
+def normed(layer: Any, name: str | None, x: Tensor) -> Tensor:
+    """x through the norm of that name, as it is without a name."""
     return x if name is None else getattr(layer, name)(x)
 
 

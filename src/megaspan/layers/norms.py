@@ -25,7 +25,7 @@ def fuse_norms(layers: Iterable[nn.Module]) -> list[nn.Module]:
     changed = []
     for layer in layers:
         for module in layer.modules():
-            epsilon = _epsilon(module)
+            epsilon = norm_epsilon(module)
             if epsilon is not None and "forward" not in module.__dict__ and _is_rms_norm(module, epsilon):
                 module.__dict__["forward"] = functools.partial(_forward, module, epsilon)
                 changed.append(module)
@@ -45,7 +45,7 @@ def _forward(module: Any, epsilon: float, hidden_states: Tensor) -> Tensor:
     return F.rms_norm(hidden_states, weight.shape, weight, epsilon)
 
 
-def _epsilon(module: Any) -> float | None:
+def norm_epsilon(module: Any) -> float | None:
     """The norm's epsilon, or None for a module that cannot be one: one weight vector, no bias, nothing inside."""
     if [name for name, _ in module.named_parameters()] != ["weight"] or module.weight.ndim != 1 or list(module.children()):
         return None
@@ -54,16 +54,23 @@ def _epsilon(module: Any) -> float | None:
 
 
 @torch.no_grad()
-def _is_rms_norm(module: Any, epsilon: float) -> bool:
-    """Compares a small fp32 norm of the same class, with a weight that hides nothing, with the fused operation."""
-    size = 16
-    weight = torch.linspace(-1.5, 2.0, size)
-    x = torch.linspace(-3.0, 2.0, 5 * size).reshape(5, size).sin()
+def class_forward(module: Any, weight: Tensor, x: Tensor) -> Tensor | None:
+    """What the class of `module` makes of x with this weight in place of its own; None if it does not run."""
     trial = object.__new__(type(module))
     trial.__dict__.update({name: value for name, value in module.__dict__.items() if name != "forward"})
     trial.__dict__["_parameters"] = {"weight": nn.Parameter(weight)}
     try:
         got = type(module).forward(trial, x)
-    except Exception:  # whatever it is, it is not the plain norm
-        return False
-    return isinstance(got, Tensor) and torch.allclose(got, F.rms_norm(x, (size,), weight, epsilon), rtol=1e-5, atol=1e-6)
+    except Exception:  # whatever it is, it is not a norm
+        return None
+    return got if isinstance(got, Tensor) else None
+
+
+@torch.no_grad()
+def _is_rms_norm(module: Any, epsilon: float) -> bool:
+    """Compares a small fp32 norm of the same class, with a weight that hides nothing, with the fused operation."""
+    size = 16
+    weight = torch.linspace(-1.5, 2.0, size)
+    x = torch.linspace(-3.0, 2.0, 5 * size).reshape(5, size).sin()
+    got = class_forward(module, weight, x)
+    return got is not None and torch.allclose(got, F.rms_norm(x, (size,), weight, epsilon), rtol=1e-5, atol=1e-6)

@@ -41,13 +41,13 @@ _MOST_LAYERS = 8
 _TOLERANCE = 1e-3
 
 
-def prove_family(model: nn.Module) -> str | None:
-    """None when streamed layers of this model's class compute what plain ones do, else what went wrong."""
+def prove_family(model: nn.Module, fused: bool = True) -> str | None:
+    """None when streamed layers of this model's class, fused or not, compute what plain ones do, else what went wrong."""
     live = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
     try:
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(0)  # the CPU's alone: a GPU's numbers are not to move
-            return _compare(_toy(live))
+            return _compare(_toy(live), fused)
     except Exception as error:  # whatever somebody's model code raises at toy size: the general path is right, and says why
         return f"a toy {type(live).__name__} did not run: {type(error).__name__}: {str(error)[:200]}"
 
@@ -79,13 +79,13 @@ def _toy(live: PreTrainedModel) -> PreTrainedModel:
     return toy
 
 
-def _compare(plain: PreTrainedModel) -> str | None:
+def _compare(plain: PreTrainedModel, fused: bool) -> str | None:
     from megaspan.layers.stream import LayerPlan
     from megaspan.layers.streamed import Streaming
 
     streamed = copy.deepcopy(plain)
     install_attention(streamed, prove=False)
-    streaming = Streaming(LayerPlan(tile_tokens=_TILE))
+    streaming = Streaming(LayerPlan(tile_tokens=_TILE, fused=fused))
     streaming.install(streamed, prove=False)
     ids = torch.randint(plain.config.get_text_config().vocab_size, (1, _TOKENS))
     wanted, got = _gradients(plain, ids), _gradients(streamed, ids)

@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 from megaspan.attention import AttentionCall
 from megaspan.attention.attend import backward_with, forward_with, settle
 from megaspan.layers.family import Family, after, attention_trains, before
+from megaspan.layers.halves import Halves
 from megaspan.layers.tile import GradientSums, drawing, tiles
 
 
@@ -40,11 +41,14 @@ class LayerPlan:
         tile_tokens: tokens of token-wise work at once; a row that is no longer runs in one piece.
         kv_heads_per_call: KV heads (with their query heads) in one call of attention's backward, None for all.
         fused_norms: norms that are plain RMSNorms run as torch's fused operation (`norms.py`).
+        fused: q/k norms with rotary embedding, and the MLP's gated product, run as fused passes where a layer has the common
+            form (`halves.py`).
     """
 
     tile_tokens: int = 16384
     kv_heads_per_call: int | None = None
     fused_norms: bool = True
+    fused: bool = True
 
 
 @dataclass
@@ -71,6 +75,9 @@ class LayerRun:
         seed: for layers that draw random numbers, the step's seed, else None.
         counts: where attention calls are counted.
         on_backward: called when the backward begins.
+        halves: what runs fused, None for nothing.
+        autocast: as it was in the forward.
+        asked: what the layer asks attention for beside q, k and v, None where its first half is not fused.
     """
 
     layer: nn.Module
@@ -83,19 +90,26 @@ class LayerRun:
     seed: int | None
     counts: Counts
     on_backward: Callable[[], None]
+    halves: Halves | None = None
     autocast: dict[str, Any] = field(default_factory=dict)
+    asked: AttentionCall | None = None
 
     def __call__(self, x_BTE: Tensor) -> Tensor:
         """The layer's output, differentiable."""
         kind = x_BTE.device.type
         # Without autocast's cache: a weight that it casts here, outside a graph, would be found again inside one.
-        autocast = {
+        autocast: dict[str, Any] = {
             "device_type": kind,
             "enabled": torch.is_autocast_enabled(kind),
             "dtype": torch.get_autocast_dtype(kind),
             "cache_enabled": False,
         }
-        return _StreamedLayer.apply(x_BTE, replace(self, autocast=autocast), *self.parameters)
+        asked = None
+        if self.halves is not None:
+            # Random numbers that this draws are not to be missing in the tiles.
+            with torch.autocast(**autocast), drawing(self.seed, x_BTE.device):
+                asked = self.halves.ask(self.layer, self.family, x_BTE, self.arguments)
+        return _StreamedLayer.apply(x_BTE, replace(self, autocast=autocast, asked=asked), *self.parameters)
 
     def forward(self, x_BTE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Output, attention's output [batch, T, H, D] and log-sum-exp [batch, H, T]; builds no graph."""
@@ -105,7 +119,7 @@ class LayerRun:
             y_BTE: Tensor | None = None
             for tokens in cuts:
                 with drawing(self._seed(tokens, 1), x_BTE.device):
-                    tile = after(self.layer, self.family, x_BTE[:, tokens], out[:, tokens])
+                    tile = self._after(x_BTE[:, tokens], out[:, tokens])
                 if len(cuts) == 1:
                     return tile, out, lse
                 y_BTE = tile.new_empty(x_BTE.shape) if y_BTE is None else y_BTE
@@ -123,47 +137,55 @@ class LayerRun:
         with torch.autocast(**self.autocast):
             if out_BTHD is None or lse_BHT is None:
                 out_BTHD, lse_BHT = self._attend(self._projected(x_BTE, cuts))
-            dx_BTE, d_out_BTHD = self._second_half(cuts, sums, dy_BTE, x_BTE, out_BTHD, needs_attention)
+            found = self._second_half(cuts, sums, dy_BTE, x_BTE, out_BTHD, needs_attention)
             if needs_attention:
-                self._first_half(cuts, sums, dx_BTE, d_out_BTHD, x_BTE, out_BTHD, lse_BHT)
-        return (dx_BTE if self.wants_x else None), sums.take()
+                self._first_half(cuts, sums, found, x_BTE, out_BTHD, lse_BHT)
+        return (found[0] if self.wants_x else None), sums.take()
 
     def _second_half(
         self, cuts: list[slice], sums: GradientSums, dy: Tensor, x: Tensor, out: Tensor, needs_attention: bool
-    ) -> tuple[Tensor, Tensor]:
+    ) -> list[Tensor]:
         """Back through projection, norms, MLP and residuals: the gradients of x (its part so far) and of attention's output."""
-        dx, d_out = torch.empty_like(x), torch.empty_like(out)
+        once = len(cuts) == 1
+        found = [] if once else [torch.empty_like(x), torch.empty_like(out)]
         for tokens in cuts:
             x_tile = x[:, tokens].detach().requires_grad_(self.wants_x)
             out_tile = out[:, tokens].detach().requires_grad_(needs_attention)
             with torch.enable_grad(), drawing(self._seed(tokens, 1), x.device):
-                y_tile = after(self.layer, self.family, x_tile, out_tile)
+                y_tile = self._after(x_tile, out_tile)
+            parts: list[Tensor | None] = [None, None]
             if y_tile.requires_grad:
-                gx, g_out, *rest = self._gradients([y_tile], [dy[:, tokens]], [x_tile, out_tile])
-                sums.add(rest)
-                if gx is not None:
-                    dx[:, tokens] = gx
-                if g_out is not None:
-                    d_out[:, tokens] = g_out
-            del y_tile
-        return dx, d_out
+                (*parts,) = self._gradients([y_tile], [dy[:, tokens]], [x_tile, out_tile])
+                sums.add(parts[2:])
+            if once:
+                found = [torch.empty_like(x) if parts[0] is None else _own(parts[0], dy),
+                         torch.empty_like(out) if parts[1] is None else parts[1]]  # fmt: skip
+            else:
+                for whole, part in zip(found, parts[:2], strict=True):
+                    if part is not None:
+                        whole[:, tokens] = part
+            del y_tile, parts
+        return found
 
     def _first_half(
-        self, cuts: list[slice], sums: GradientSums, dx: Tensor, d_out: Tensor, x: Tensor, out: Tensor, lse: Tensor
+        self, cuts: list[slice], sums: GradientSums, found: list[Tensor], x: Tensor, out: Tensor, lse: Tensor
     ) -> None:
-        """Back through attention, q, k, v and the first norm; adds to dx."""
-        once = len(cuts) == 1
+        """Back through attention, q, k, v and the first norm: takes d_out out of `found` and adds to dx, which stays in it."""
+        once, d_out = len(cuts) == 1, found.pop()
+        (dx,) = found
         # A row of one tile keeps the graph of its q, k, v: they are not computed a third time.
         x_whole = x.detach().requires_grad_(self.wants_x)
         with torch.set_grad_enabled(once):
             call = self._projected(x_whole, cuts)
         dq, dk, dv, d_sink = self._attend_backward(call, d_out, out, lse, reuse=not once)
+        del d_out
         for tokens in cuts:
             x_tile = x_whole
             if not once:
+                del call  # before the first tile: the row's q, k, v
                 x_tile = x[:, tokens].detach().requires_grad_(self.wants_x)
                 with torch.enable_grad(), drawing(self._seed(tokens, 0), x.device):
-                    call = before(self.layer, self.family, x_tile, tokens, self.arguments)
+                    call = self._before(x_tile, tokens)
             outputs = [call.q_BHTD, call.k_BGSD, call.v_BGSD]
             gradients = [
                 part[:, tokens].transpose(1, 2).to(like.dtype) for part, like in zip((dq, dk, dv), outputs, strict=True)
@@ -176,7 +198,8 @@ class LayerRun:
                 sums.add(rest)
                 if gx is not None:
                     dx[:, tokens] += gx
-            del outputs, pairs
+                del gx, rest
+            del outputs, gradients, pairs
 
     def _gradients(self, outputs: list[Tensor], gradients: list[Tensor], leaves: list[Tensor]) -> list[Tensor | None]:
         """Gradients of `leaves` (None for those that want none) and of the parameters."""
@@ -188,17 +211,31 @@ class LayerRun:
     def _projected(self, x: Tensor, cuts: list[slice]) -> AttentionCall:
         """What the whole row asks attention for, q, k, v in memory as [batch, T, heads, D]."""
         whole: list[Tensor] = []
+        if self.asked is not None and len(cuts) > 1:
+            parts = (self.asked.q_BHTD, self.asked.k_BGSD, self.asked.v_BGSD)
+            whole = [part.new_empty(*x.shape[:2], part.shape[1], part.shape[3]) for part in parts]
         for tokens in cuts:
+            into = tuple(buffer[:, tokens] for buffer in whole) if self.asked is not None and whole else None
             with drawing(self._seed(tokens, 0), x.device):
-                call = before(self.layer, self.family, x[:, tokens], tokens, self.arguments)
+                call = self._before(x[:, tokens], tokens, into)
             if len(cuts) == 1:
                 return call
-            parts = [part.transpose(1, 2) for part in (call.q_BHTD, call.k_BGSD, call.v_BGSD)]
-            whole = whole or [part.new_empty(part.shape[0], x.shape[1], *part.shape[2:]) for part in parts]
-            for buffer, part in zip(whole, parts, strict=True):
-                buffer[:, tokens] = part
+            if into is None:
+                tiled = [part.transpose(1, 2) for part in (call.q_BHTD, call.k_BGSD, call.v_BGSD)]
+                whole = whole or [part.new_empty(part.shape[0], x.shape[1], *part.shape[2:]) for part in tiled]
+                for buffer, part in zip(whole, tiled, strict=True):
+                    buffer[:, tokens] = part
         q, k, v = (buffer.transpose(1, 2) for buffer in whole)
         return replace(call, q_BHTD=q, k_BGSD=k, v_BGSD=v)
+
+    def _before(self, x: Tensor, tokens: slice, into: Any = None) -> AttentionCall:
+        if self.asked is not None and self.halves is not None:
+            return self.halves.before(self.layer, self.family, self.asked, x, tokens, self.arguments, into)
+        return before(self.layer, self.family, x, tokens, self.arguments)
+
+    def _after(self, x: Tensor, out: Tensor) -> Tensor:
+        mlp = None if self.halves is None else self.halves.mlp(self.layer)
+        return after(self.layer, self.family, x, out, mlp)
 
     def _attend(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
         outs, lses = [], []
@@ -219,7 +256,8 @@ class LayerRun:
         for row, (q, k, v) in enumerate(_rows(call)):
             kernel, scoring = settle(q, k, v, call.scoring, kernels=call.kernels)
             share, group = q.shape[1] // k.shape[1], self.plan.kv_heads_per_call or k.shape[1]
-            grads, d_sinks = [], []
+            grads: list[Tensor] = []
+            d_sinks: list[Any] = []
             for first in range(0, k.shape[1], group):
                 kv, heads = slice(first, first + group), slice(first * share, (first + group) * share)
                 sink = None if call.sink_H is None else call.sink_H.detach()[heads]
@@ -280,6 +318,12 @@ def _rows(call: AttentionCall) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     for row in range(call.q_BHTD.shape[0]):
         q, k, v = (part[row].detach().transpose(0, 1) for part in (call.q_BHTD, call.k_BGSD, call.v_BGSD))
         yield q, k, v
+
+
+def _own(gradient: Tensor, incoming: Tensor) -> Tensor:
+    """The gradient in memory that may be added to: autograd hands the incoming one through where nothing changes it."""
+    shared = gradient.untyped_storage().data_ptr() == incoming.untyped_storage().data_ptr()
+    return gradient.clone() if shared or not gradient.is_contiguous() else gradient
 
 
 def _stacked(parts: list[Tensor]) -> Tensor:

@@ -21,6 +21,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from megaspan.attention.seam import NAME, refuse_packed
 from megaspan.layers.checkpoint import Checkpointing, CheckpointStats, checkpointed_layers, draws_random_numbers
 from megaspan.layers.family import Family, describe
+from megaspan.layers.fused import Fused
+from megaspan.layers.halves import Halves, find_halves
 from megaspan.layers.norms import fuse_norms, unfuse_norms
 from megaspan.layers.selfcheck import prove_family
 from megaspan.layers.stream import Counts, LayerPlan, LayerRun
@@ -40,12 +42,18 @@ class StreamStats(CheckpointStats):
         attention_backwards: and backward.
         passed_on: training calls of them that took ordinary checkpointing, because something was asked for that they do not
         give.
+        fused_attentions: layers whose first half (q/k norm, rotary embedding) runs fused.
+        fused_mlps: layers whose MLP does.
+        compiled: fused formulas that run compiled so far.
     """
 
     streamed: int = 0
     attention_forwards: int = 0
     attention_backwards: int = 0
     passed_on: int = 0
+    fused_attentions: int = 0
+    fused_mlps: int = 0
+    compiled: int = 0
 
 
 @final
@@ -76,11 +84,14 @@ class Streaming:
         self.offload, self.keep_on_device, self.keep_outputs = offload, keep_on_device, keep_outputs
         self.general = Checkpointing(offload, keep_on_device, on_layer, host_limit=host_limit)
         self.reasons: list[str | None] = []
+        self.fused = Fused()
         self._host_limit = host_limit
         self._counts = Counts()
         self._kept: tuple[LayerInputs, LayerInputs] | None = None
         self._layers: list[Any] = []
         self._fused: list[nn.Module] = []
+        self._halves: dict[int, Halves] = {}
+        self._unfused: str | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Streaming:
         return self  # a copy of the model shares the arenas and the streams
@@ -101,13 +112,22 @@ class Streaming:
         self.general.install(model)
         self._layers = list(checkpointed_layers(model))
         families = [_asks_for_more(layer) or describe(layer) for layer in self._layers]
-        proof = prove_family(model) if prove and any(isinstance(family, Family) for family in families) else None
+        fused, proof = self.plan.fused, None
+        if prove and any(isinstance(family, Family) for family in families):
+            proof = prove_family(model, fused)
+            if proof and fused:
+                fused, self._unfused, proof = False, proof, prove_family(model, False)
         self.reasons = [family if isinstance(family, str) else proof for family in families]
         for index, (layer, family) in enumerate(zip(self._layers, families, strict=True)):
             if self.reasons[index] is None:
                 # The general path put the attribute there and takes it away again.
                 run = functools.partial(self._run, index, family, layer.__dict__["_gradient_checkpointing_func"])
                 layer.__dict__["_gradient_checkpointing_func"] = run
+        if fused:
+            self._halves = {
+                index: find_halves(self._layers[index], families[index], self.fused)  # type: ignore[arg-type]
+                for index in self._streamed()
+            }
         if self.plan.fused_norms:
             self._fused = fuse_norms(self._layers[index] for index in self._streamed())
         return self.reasons
@@ -119,6 +139,7 @@ class Streaming:
         for kept in self._kept or ():
             kept.close()
         self._layers, self._fused, self._kept, self.reasons = [], [], None, []
+        self._halves, self._unfused = {}, None
 
     def reserve(self, device: torch.device, layer_input_bytes: int, rows: int = 1) -> None:
         """Gets (and on a GPU pins) the host memory of `rows` rows whose layer inputs are this large, before step 1.
@@ -155,7 +176,15 @@ class Streaming:
             attention_forwards=self._counts.forwards,
             attention_backwards=self._counts.backwards,
             passed_on=self._counts.passed_on,
+            fused_attentions=sum(halves.attention for halves in self._halves.values()),
+            fused_mlps=sum(halves.activation is not None for halves in self._halves.values()),
+            compiled=self.fused.compiled,
         )
+
+    def unfused(self) -> list[str]:
+        """Why element-wise work of streamed layers is not fused or not compiled, each reason once; for the run's header."""
+        reasons = [reason for halves in self._halves.values() for reason in halves.reasons]
+        return list(dict.fromkeys(reason for reason in (self._unfused, self.fused.reason, *reasons) if reason))
 
     def _streamed(self) -> list[int]:
         return [index for index, reason in enumerate(self.reasons) if reason is None]
@@ -211,6 +240,7 @@ class Streaming:
             seed=int(torch.randint(2**62, ())) if draws_random_numbers(layer) else None,
             counts=self._counts,
             on_backward=functools.partial(self.general._announce, "backward", index, x.device),
+            halves=self._halves.get(index),
         )
         if not self.offload:
             return run(x)
