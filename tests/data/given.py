@@ -27,6 +27,22 @@ class Digits:
         return "".join({1: "$", 2: "#"}.get(token, chr(token)) for token in ids)
 
 
+class Framing(Digits):
+    """The same, which puts 3 (^) in front of a text by itself, and what `end` says behind it; the text may hold ^ itself."""
+
+    all_special_ids = (1, 2, 3)
+
+    def __init__(self, front: tuple[int, ...] = (3,), end: tuple[int, ...] = ()) -> None:
+        self.front, self.end = front, end
+
+    def __call__(self, text: str, *, add_special_tokens: bool = True, **_: Any) -> dict[str, list[int]]:
+        ids = [{"$": 1, "#": 2, "^": 3}.get(letter, ord(letter)) for letter in text]
+        return {"input_ids": [*self.front, *ids, *self.end] if add_special_tokens else ids}
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join({1: "$", 2: "#", 3: "^"}.get(token, chr(token)) for token in ids)
+
+
 def config(**options: Any) -> SFTConfig:
     return SFTConfig(**{"max_length": 8, **options})
 
@@ -40,15 +56,15 @@ def prepare(folder: Any, data: Any = None, tokenizer: Any = None, *, said: list[
 
 
 def texts_of(rows: Rows) -> list[str]:
-    """Every row as the letters of `Digits`."""
-    return [Digits().decode(row.input_ids.tolist()) for row in rows]
+    """Every row as the letters of `Digits` and `Framing`."""
+    return [Framing().decode(row.input_ids.tolist()) for row in rows]
 
 
 def trained_of(rows: Rows) -> list[str]:
     """Every row with a point where a token is not trained."""
     return [
         "".join(
-            "." if label == -100 else chr(token) if token > 2 else "$#"[token - 1]
+            "." if label == -100 else chr(token) if token > 3 else "$#^"[token - 1]
             for token, label in zip(row.input_ids, row.labels, strict=True)
         )
         for row in rows

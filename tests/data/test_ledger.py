@@ -9,9 +9,10 @@ import pytest
 from megaspan.data.ledger import SourceTally, TokenLedger
 
 LEDGER = TokenLedger(
-    max_length=1000, rows=4, documents=3, empty_documents=1, tokens_in=5000, added=3, trained=3990, masked=10, dropped=600,
-    dropped_empty=1, truncated=300, unused=103, padding=0, split_documents=1, truncated_documents=1, dropped_documents=1,
-    masked_rows=(2,), masked_row_count=1, stopped=True, sources=(SourceTally("books", 3, 5003, 4000, "moby.txt", 1, 3000),),
+    max_length=1000, rows=4, documents=3, empty_documents=1, tokens_in=5000, added=3, added_in_front=0, trained=3990, masked=10,
+    dropped=600, dropped_empty=1, truncated=300, unused=103, padding=0, split_documents=1, truncated_documents=1,
+    dropped_documents=1, masked_rows=(2,), masked_row_count=1, stopped=True,
+    sources=(SourceTally("books", 3, 5003, 4000, "moby.txt", 1, 3000),),
 )  # fmt: skip
 
 
@@ -30,6 +31,14 @@ def test_padding_is_apart() -> None:
 def test_it_survives_json() -> None:
     assert TokenLedger.from_dict(LEDGER.to_dict()) == LEDGER
     assert (LEDGER.lost, LEDGER.longest_document) == (899, 4000)
+
+
+@pytest.mark.parametrize(
+    ("in_front", "said"),
+    [(0, "3  end-of-text tokens"), (1, "3  beginning-of-text and end-of-text tokens"), (3, "3  beginning-of-text tokens")],
+)
+def test_what_was_added_is_named(in_front: int, said: str) -> None:
+    assert said in replace(LEDGER, added_in_front=in_front).table().splitlines()[2]
 
 
 def test_the_table_names_every_fate() -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from megaspan.data import prepare as prepare_module
 from megaspan.human import UserError
-from tests.data.given import Digits, config, ids_of, prepare, prepare_in_a_process, texts_of, trained_of
+from tests.data.given import Digits, Framing, config, ids_of, prepare, prepare_in_a_process, texts_of, trained_of
 from tests.data.tokenizers_here import EOS, PAGE, fast
 
 
@@ -153,6 +153,42 @@ def test_the_end_of_text_is_added_once(tmp_path: Path) -> None:
     assert texts_of(prepare(tmp_path, ["ab", "cd"], max_length=16, eos_token="!")) == ["ab!cd!"]
     with pytest.raises(UserError, match="eos_token is not in the tokenizer's vocabulary"):
         prepare(tmp_path, ["ab"], eos_token="<none>")
+
+
+def test_the_beginning_of_text_is_added_once_and_masked(tmp_path: Path) -> None:
+    """Gemma and Llama: every document of text begins with it, and its first word is trained."""
+    said: list[str] = []
+    data = ["abc", "^de", [ord("x"), ord("y")], "fghijklm"]
+    rows = prepare(tmp_path, data, Framing(), said=said)
+    assert texts_of(rows) == ["^abc$^de", "$xy^fghi", "jklm$"]
+    assert trained_of(rows) == [".abc$.de", "..y.fghi", ".klm$"]
+    assert [row.document_lengths for row in rows] == [(5, 3), (1, 2, 5), (5,)]
+    assert (rows.ledger.added, rows.ledger.added_in_front) == (5, 2)
+    assert "5  beginning-of-text and end-of-text tokens" in said[-1]
+    assert "data: every document of text begins with ^, as this tokenizer does it" in said
+
+
+def test_a_tokenizer_that_adds_both_ends_is_not_doubled(tmp_path: Path) -> None:
+    both = Framing(end=(1,))
+    assert texts_of(prepare(tmp_path, ["ab", "^cd$"], both, max_length=16)) == ["^ab$^cd$"]
+    assert texts_of(prepare(tmp_path, ["^ab", "b^c"], Framing((3, 3)), max_length=16)) == ["^^ab$^^b^c$"]
+    rows = prepare(tmp_path, ["", "ab", "^", "$", "^$"], both)
+    assert texts_of(rows) == ["^ab$"]
+    assert (rows.ledger.empty_documents, rows.ledger.dropped, rows.ledger.dropped_empty) == (4, 6, 6)
+    with pytest.raises(UserError, match=r"Framing ends every text with !; allowed: the end of text, \$\. Set eos_token: '!'"):
+        prepare(tmp_path, ["ab"], Framing(end=(ord("!"),)))
+    assert texts_of(prepare(tmp_path, ["ab"], Framing(end=(ord("!"),)), eos_token="!")) == ["^ab!"]
+    assert texts_of(prepare(tmp_path, [[97, 98]], Framing(end=(ord("!"),)))) == ["ab"]
+
+
+def test_the_beginning_of_text_is_in_the_key(tmp_path: Path) -> None:
+    tokenizer = Framing()
+    prepare(tmp_path, ["ab"], tokenizer)
+    assert prepare(tmp_path, ["ab"], tokenizer).reused
+    tokenizer.front = ()
+    rows = prepare(tmp_path, ["ab"], tokenizer)
+    assert not rows.reused
+    assert texts_of(rows) == ["ab$"]
 
 
 def test_ids_are_taken_as_they_are(tmp_path: Path) -> None:
@@ -423,12 +459,15 @@ def test_unigram_entropy_in_nats(tmp_path: Path) -> None:
     assert rows.unigram_entropy(1) == 0.0
 
 
-documents = st.lists(st.one_of(st.text("ab$# ", max_size=30), st.none(), st.lists(st.integers(0, 9), max_size=30)), max_size=12)
+documents = st.lists(
+    st.one_of(st.text("ab$#^ ", max_size=30), st.none(), st.lists(st.integers(0, 9), max_size=30)), max_size=12
+)
 
 
 @settings(max_examples=150, deadline=None)
 @given(
     documents=documents,
+    tokenizer=st.sampled_from([Digits(), Framing(), Framing(end=(1,)), Framing((3, 4)), Framing((), (1,))]),
     max_length=st.integers(1, 20),
     packing=st.booleans(),
     overlong=st.sampled_from(["split", "truncate", "drop"]),
@@ -439,6 +478,7 @@ documents = st.lists(st.one_of(st.text("ab$# ", max_size=30), st.none(), st.list
 def test_every_token_is_accounted_for(
     tmp_path_factory: pytest.TempPathFactory,
     documents: list[Any],
+    tokenizer: Digits,
     max_length: int,
     packing: bool,
     overlong: str,
@@ -456,10 +496,10 @@ def test_every_token_is_accounted_for(
         options["pad_to_multiple_of"] = multiple
     options |= {"max_length": max_length, "packing": packing, "max_rows": max_rows, "shuffle_dataset": shuffle}
     try:
-        rows = prepare(folder, documents, **options)
+        rows = prepare(folder, documents, tokenizer, **options)
     except UserError:
         with pytest.raises(UserError, match=r"nothing to train|no row at all"):
-            prepare(folder, documents, **options)
+            prepare(folder, documents, tokenizer, **options)
         return
     ledger = rows.ledger
     kept = [row.input_ids[: len(row.input_ids) - row.padding] for row in rows]
@@ -478,14 +518,25 @@ def test_every_token_is_accounted_for(
         assert (row.labels[others] == row.input_ids[others]).all()
     if packing:
         assert all(length == max_length for length in lengths[:-1])
-    whole = []
+    front = list(getattr(tokenizer, "front", ()))
+    special = (
+        {*tokenizer.all_special_ids, *front} if any(isinstance(text, str) and text.strip() for text in documents) else set()
+    )
+    whole, added, in_front = [], 0, 0
     for document in documents:
-        ids = Digits()(document)["input_ids"] if isinstance(document, str) else document or []
-        if set(ids) - {1, 2} and not (isinstance(document, str) and document.isspace()):
-            whole.append([*ids, *([1] if isinstance(document, str) and ids[-1] != 1 else [])])
+        ids = tokenizer(document, add_special_tokens=False)["input_ids"] if isinstance(document, str) else document or []
+        if isinstance(document, str) and document.strip():
+            own = max(size for size in range(len(front) + 1) if ids[:size] == front[:size])
+            end = [1] if ids[-1] != 1 else []
+            added += len(front) - own + len(end)
+            in_front += len(front) - own
+            ids = [*front, *ids[own:], *end]
+        if set(ids) - special and not (isinstance(document, str) and document.isspace()):
+            whole.append(ids)
     if not shuffle and max_rows is None and (packing or overlong == "split"):
         assert np.concatenate(kept).tolist() == [token for ids in whole for token in ids]
         assert ledger.documents == len(whole)
+        assert (ledger.added, ledger.added_in_front) == (added, in_front)
 
 
 def test_options_that_this_part_cannot_serve(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from megaspan.data.records import Document
 from megaspan.data.tokenise import Piece, Tokeniser, tokenizer_hash
 from megaspan.human import UserError
 from tests.data.given import Digits
-from tests.data.tokenizers_here import EOS, PAGE, build, fast
+from tests.data.tokenizers_here import EOS, PAGE, build, fast, framing
 
 
 def pieces(tokeniser: Tokeniser, *documents: Document | str, needed: int | None = None) -> list[Piece]:
@@ -85,21 +85,70 @@ def test_the_batch_is_no_larger_than_what_is_needed() -> None:
 
 
 @pytest.mark.parametrize("workers", [None, 1, 2])
-def test_no_special_token_but_the_end_of_text(workers: int | None) -> None:
-    """A tokenizer that starts every text with a token of its own does not do it here; nor does it truncate or pad."""
-    from tokenizers.processors import TemplateProcessing
-
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=type(build("gpt2")).from_str(build("gpt2").to_str()), eos_token=EOS)
-    plain = tokenizer.backend_tokenizer.encode("some text").ids
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{EOS} $A", special_tokens=[(EOS, 0)])
+def test_a_document_begins_as_the_tokenizer_begins_a_text(workers: int | None) -> None:
+    """As in TRL, in the first piece of a long document only; nothing is truncated or padded."""
+    tokenizer = framing("gpt2", "<s> $A")
+    begin = tokenizer.convert_tokens_to_ids("<s>")
+    plain = tokenizer.backend_tokenizer.encode("some text", add_special_tokens=False).ids
+    assert tokenizer("some text")["input_ids"] == [begin, *plain]
     tokenizer.backend_tokenizer.enable_truncation(2)
     tokenizer.backend_tokenizer.enable_padding(length=100, pad_id=0, pad_token=EOS)
     tokeniser = Tokeniser(tokenizer, 0, workers)
-    assert pieces(tokeniser, "some text", PAGE * 2000)[0].ids.tolist() == [*plain, 0]
+    short, again, *long = pieces(tokeniser, "some text", "<s>some text", PAGE * 2000)
+    assert short.ids.tolist() == again.ids.tolist() == [begin, *plain, 0]
+    assert (short.in_front, short.at_end, again.in_front, again.at_end) == (1, 1, 0, 1)
+    assert len(long) > 2
+    assert [piece.in_front for piece in long] == [1, *[0] * (len(long) - 1)]
+    assert [piece.at_end for piece in long] == [*[0] * (len(long) - 1), 1]
+    tokenizer.backend_tokenizer.no_truncation()
+    tokenizer.backend_tokenizer.no_padding()
+    assert np.concatenate([piece.ids for piece in long]).tolist() == [*tokenizer(PAGE * 2000)["input_ids"], 0]
+    assert begin in tokeniser.special_ids
     assert tokeniser.notes == [
-        f"this tokenizer would begin every text with {EOS}, which is not added here",
+        "every document of text begins with <s>, as this tokenizer does it",
         "long documents are tokenised in parallel pieces",
     ]
+
+
+@pytest.mark.parametrize("name", ["llama3", "llama2", "gemma", "qwen"])
+@pytest.mark.parametrize("template", ["$A", "<s> $A", f"<s> $A {EOS}", f"$A {EOS}"])
+def test_the_ids_are_those_of_the_tokenizer_with_one_end(name: str, template: str) -> None:
+    """TRL's ids of a document: special tokens as the tokenizer adds them, and the end of text once."""
+    tokenizer = framing(name, template)
+    own = tokenizer(PAGE)["input_ids"]
+    end = tokenizer.eos_token_id
+    (piece,) = pieces(Tokeniser(tokenizer, end), PAGE)
+    assert piece.ids.tolist() == [*own, *([end] if own[-1] != end else [])]
+    assert piece.at_end == 1
+
+
+def test_a_frame_that_cannot_be_kept_is_refused_with_the_way_out() -> None:
+    tokenizer = framing("gpt2", "$A <s>")
+    with pytest.raises(
+        UserError, match=r"ends every text with <s>; allowed: the end of text, <\|end\|>\. Set eos_token: '<s>'"
+    ):
+        pieces(Tokeniser(tokenizer, 0), "text")
+    with pytest.raises(UserError, match="allowed: nothing: no end of text is set"):
+        pieces(Tokeniser(tokenizer, None), "text")
+    begin = tokenizer.convert_tokens_to_ids("<s>")
+    assert pieces(Tokeniser(tokenizer, begin), "text")[0].ids.tolist() == tokenizer("text")["input_ids"]
+    with pytest.raises(UserError, match=r"Take that out of tokenizer\.json"):
+        pieces(Tokeniser(framing("gpt2", f"$A <s> {EOS}"), 0), "text")
+    assert len(pieces(Tokeniser(tokenizer, 0), Document("ids", ids=np.array([7], np.uint32)))) == 1
+
+    class Changing(Digits):
+        def __call__(self, text: str, *, add_special_tokens: bool = True, **_: object) -> dict[str, list[int]]:
+            return super().__call__(text.upper() + "!" if add_special_tokens else text)
+
+    with pytest.raises(UserError, match=r"Changing changes a text .*'a' is \[97\] without and \[65, 33\] with them"):
+        pieces(Tokeniser(Changing(), 1), "text")
+
+    class Silent(Digits):
+        def __call__(self, text: str, **_: object) -> dict[str, list[int]]:
+            return {"input_ids": []}
+
+    with pytest.raises(UserError, match="Silent gives no token for any of a, A, 0"):
+        pieces(Tokeniser(Silent(), 1), "text")
 
 
 def test_a_class_that_does_more_than_its_backend_is_trusted_instead() -> None:
@@ -128,5 +177,6 @@ def test_what_decides_ids_decides_the_hash() -> None:
     assert tokenizer_hash(changed) == before
     changed.add_tokens(["<new>"])
     assert tokenizer_hash(changed) != before
+    assert tokenizer_hash(framing("gpt2", "<s> $A")) != tokenizer_hash(framing("gpt2", "$A"))
     assert tokenizer_hash(fast("llama3")) != before
     assert tokenizer_hash(None) == "none"

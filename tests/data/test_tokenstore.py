@@ -13,7 +13,7 @@ import pytest
 from megaspan.data import tokenstore
 from megaspan.data.ledger import TokenLedger
 from megaspan.data.rows import Rows
-from megaspan.data.tokenstore import MASKED, Store, StoreWriter, alone, open_store
+from megaspan.data.tokenstore import FORMAT, MASKED, Store, StoreWriter, alone, open_store
 
 
 def write(cache: Path, tokens: np.ndarray, name: str = "key") -> Path:
@@ -50,8 +50,8 @@ def test_rows_past_two_to_the_32(tmp_path: Path) -> None:
     rows, segments = (np.load(tmp_path / f"{name}.npy") for name in starts)
     assert rows.dtype == segments.dtype == np.int64
     ledger = TokenLedger(
-        max_length=far, rows=2, documents=2, empty_documents=0, tokens_in=far + 6, added=0, trained=far + 3, masked=3,
-        dropped=0, dropped_empty=0, truncated=0, unused=0, padding=0, split_documents=0, truncated_documents=0,
+        max_length=far, rows=2, documents=2, empty_documents=0, tokens_in=far + 6, added=0, added_in_front=0, trained=far + 3,
+        masked=3, dropped=0, dropped_empty=0, truncated=0, unused=0, padding=0, split_documents=0, truncated_documents=0,
         dropped_documents=0, masked_rows=(), masked_row_count=0, stopped=False, sources=(),
     )  # fmt: skip
     facts = {"fingerprint": "x", "max_id": 9, "ledger": ledger.to_dict()}
@@ -101,7 +101,7 @@ def test_an_unsound_store_is_no_store(tmp_path: Path, harm: str) -> None:
     elif harm == "index":
         index.write_text("{")
     elif harm == "format":
-        index.write_text(index.read_text().replace('"format": 1', '"format": 0'))
+        index.write_text(index.read_text().replace(f'"format": {FORMAT}', '"format": 0'))
     elif harm == "sums":
         data = bytearray((folder / "segments.npy").read_bytes())
         data[-1] ^= 1

@@ -6,7 +6,7 @@ import functools
 import json
 from typing import Any
 
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 EOS = "<|end|>"
@@ -134,3 +134,12 @@ def build(name: str) -> Tokenizer:
 def fast(name: str = "gpt2") -> PreTrainedTokenizerFast:
     """The same behind transformers, with an end-of-text token."""
     return PreTrainedTokenizerFast(tokenizer_object=build(name), eos_token=EOS)
+
+
+def framing(name: str, template: str) -> PreTrainedTokenizerFast:
+    """The same with a beginning-of-text token <s>, which puts around a text what `template` says: `<s> $A` as Llama does."""
+    backend = Tokenizer.from_str(build(name).to_str())
+    backend.add_special_tokens(["<s>"])
+    known = [(token, backend.token_to_id(token)) for token in ("<s>", EOS)]
+    backend.post_processor = processors.TemplateProcessing(single=template, special_tokens=known)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token=EOS)

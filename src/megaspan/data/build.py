@@ -134,7 +134,8 @@ class Preparation:
             documents=counts.documents,
             empty_documents=counts.empty,
             tokens_in=counts.tokens_in,
-            added=counts.added,
+            added=counts.in_front + counts.at_end,
+            added_in_front=counts.in_front,
             trained=cut.trained,
             masked=cut.masked,
             dropped=cut.dropped + counts.dropped,
@@ -184,7 +185,7 @@ class Counts:
     def __init__(self, max_length: int, sources: list[SourceTally]) -> None:
         self._length = max_length
         self.sources = sources
-        self.empty = self.tokens_in = self.added = self.dropped = 0
+        self.empty = self.tokens_in = self.in_front = self.at_end = self.dropped = 0
         self._open: Document | None = None
         self._seen = 0
 
@@ -196,8 +197,9 @@ class Counts:
     def take(self, piece: Piece, special: frozenset[int]) -> bool:
         """Counts a piece; False when it is a whole document that holds nothing to learn."""
         tokens = len(piece.ids)
-        self.tokens_in += tokens - piece.added
-        self.added += piece.added
+        self.tokens_in += tokens - piece.in_front - piece.at_end
+        self.in_front += piece.in_front
+        self.at_end += piece.at_end
         if piece.first and piece.last and _only(piece.ids, special):
             self.empty += 1
             self.dropped += tokens

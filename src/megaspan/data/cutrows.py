@@ -3,7 +3,8 @@
 `packing_strategy: wrapped` fills every row to `max_length`: the rest of a document continues in the next row, so no token is
 lost, and only the last row is shorter. Without packing a document has its own row; a longer one is split into rows, truncated
 or dropped, each counted. In every case the first token of a document and of a row gets no label: nothing before it in its row
-says what it should be (R30).
+says what it should be (R30). Where documents begin with a beginning-of-text token that is the one, and their first word is
+trained.
 """
 
 from __future__ import annotations

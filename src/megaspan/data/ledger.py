@@ -22,7 +22,7 @@ _SHOWN_ROWS = 5
 
 @dataclass
 class SourceTally:
-    """Counts of one source. Lengths are tokens with the appended end of text.
+    """Counts of one source. Lengths are tokens with the beginning and the end of text that were added.
 
     Attributes:
         name: what the user called it.
@@ -65,9 +65,11 @@ class TokenLedger:
         documents: documents read that hold text.
         empty_documents: skipped: null, "", only white space, or only special tokens.
         tokens_in: tokens of the documents.
-        added: end-of-text tokens appended.
+        added: beginning-of-text and end-of-text tokens put around documents of text that did not bring them.
+        added_in_front: the part of `added` that are beginning-of-text tokens.
         trained: tokens with a label.
-        masked: tokens in rows without one: the first of every document and row, and those that came masked.
+        masked: tokens in rows without one: the first of every document (its beginning of text, if it has one) and of every
+            row, and those that came masked.
         dropped: tokens of documents that were left out whole: only special tokens, or overlong under `overlong: drop`.
         dropped_empty: the part of `dropped` that held only special tokens.
         truncated: tokens cut from documents under `overlong: truncate`.
@@ -88,6 +90,7 @@ class TokenLedger:
     empty_documents: int
     tokens_in: int
     added: int
+    added_in_front: int
     trained: int
     masked: int
     dropped: int
@@ -141,7 +144,7 @@ class TokenLedger:
         total = self.tokens_in + self.added
         lines = [f"token ledger, {split}"]
         lines += [_line("", "tokens in", self.tokens_in, f"of {_many(self.documents, 'document')}{self._empty()}")]
-        lines += [_line("+", "added", self.added, "end-of-text tokens")]
+        lines += [_line("+", "added", self.added, self._added())]
         lines += [_line("=", "trained", self.trained, _share(self.trained, total))]
         lines += [_line("+", "masked", self.masked, "first token of a document or row, and tokens that came masked")]
         dropped = f"{_many(self.dropped_documents, 'overlong document')} left out" if self.dropped_documents else ""
@@ -159,6 +162,10 @@ class TokenLedger:
         for source in self.sources:
             lines += self._source(source)
         return "\n".join(lines)
+
+    def _added(self) -> str:
+        ends = ["end-of-text"] if self.added > self.added_in_front or not self.added else []
+        return f"{' and '.join(['beginning-of-text'] * bool(self.added_in_front) + ends)} tokens"
 
     def _empty(self) -> str:
         return f"; {_many(self.empty_documents, 'empty document')} skipped" if self.empty_documents else ""

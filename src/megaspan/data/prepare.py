@@ -44,7 +44,8 @@ def prepare_rows(
         tokenizer: a transformers tokenizer; None when all data is `input_ids`.
         split: "train" or "test": which of `dataset_train_split` and `dataset_test_split` is read.
         dataset: data from Python in place of the configuration's: a path, a list, a `datasets` object.
-        eos_id: end-of-text token; by default `config.eos_token`, or the tokenizer's own; None appends none.
+        eos_id: end-of-text token; by default `config.eos_token`, or the tokenizer's own; None appends none. What the
+            tokenizer puts in front of a text is put in front of every document of text.
         cache_folder: folder of the token stores; by default `~/.cache/megaspan/rows`.
         report: takes the lines about reuse, progress and the ledger.
 

@@ -2,9 +2,10 @@
 
 Texts are collected into batches of four million characters (some 300 MB of bookkeeping inside the `tokenizers` library at its
 150 bytes a token) and each batch runs on all cores; a long document is cut where its ids provably stay the same
-(`safecuts`). No special token is added by the tokenizer itself, so that joined documents hold nothing but their text; the
-end-of-text token is appended here, once, to every document of text that does not end with it. Documents that come as ids are
-taken as they are.
+(`safecuts`). What the model's own tokenizer puts in front of a text (its beginning-of-text token: Llama and Gemma have one and
+read badly without it, Qwen and SmolLM2 have none) is found by trying it (`frame`) and put in front of every document of text;
+the end-of-text token is appended; both once, where the text does not bring them. Documents that come as ids are taken as
+they are.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from megaspan.data.frame import Frame, find_frame, framed_samples, ids_by_class
 from megaspan.data.records import LARGEST_ID, Document
 from megaspan.data.safecuts import SafeCuts
 from megaspan.human import UserError
@@ -40,7 +42,8 @@ class Piece:
         trained: bool [T], or None where all are.
         first: these are the first tokens of the document.
         last: these are the last ones; the end-of-text token is among them.
-        added: how many of `ids` were appended here (0 or 1).
+        in_front: how many of `ids` were put in front here.
+        at_end: how many were appended here.
     """
 
     document: Document
@@ -49,7 +52,8 @@ class Piece:
     trained: np.ndarray | None
     first: bool
     last: bool
-    added: int = 0
+    in_front: int = 0
+    at_end: int = 0
 
 
 @dataclass(frozen=True)
@@ -66,11 +70,11 @@ class Tokeniser:
 
     Args:
         tokenizer: a transformers tokenizer; None where all documents are ids already.
-        eos_id: token appended to every document of text; None appends none.
+        eos_id: token that ends every document of text; None appends none.
         workers: threads that tokenise; None is one per core.
 
     Attributes:
-        special_ids: ids that carry no text; a document of nothing else is empty.
+        special_ids: ids that carry no text; a document of nothing else is empty. Complete once texts were met.
         notes: what the report should say about this tokenizer; known once texts were met.
     """
 
@@ -81,7 +85,7 @@ class Tokeniser:
         self._pool = ThreadPoolExecutor(workers) if workers is not None and workers > 1 else None
         self._workers = workers
         self._cuts: SafeCuts | None = None
-        self._probed = False
+        self._frame: Frame | None = None
         self.special_ids = frozenset(getattr(tokenizer, "all_special_ids", ())) | ({eos_id} if eos_id is not None else set())
         self.notes: list[str] = []
         if self._backend is None and tokenizer is not None and workers is not None and workers > 1:
@@ -143,19 +147,20 @@ class Tokeniser:
         yield from self._cuts.pieces(text, PIECE_CHARACTERS)
 
     def _probe(self, text: str) -> None:
-        """A tokenizer class may do more than its backend does; then only the class itself is trusted.
-
-        And a tokenizer may have a beginning of text, which joined documents do not get: that is said.
-        """
-        if self._probed or self._backend is None:
+        """Finds the frame of documents. A tokenizer class may do more than its backend does; then only the class is trusted."""
+        if self._frame is not None:
             return
-        self._probed = True
+        if self._tokenizer is None:
+            raise UserError("text needs a tokenizer, and there is none", do="Name a model that has one, or give input_ids")
+        self._frame = find_frame(self._tokenizer, self._eos_id)
+        self.special_ids |= {*self._frame.front, *self._frame.end}
+        if self._frame.front:
+            begins = self._tokenizer.decode(list(self._frame.front))
+            self.notes.append(f"every document of text begins with {begins}, as this tokenizer does it")
+        if self._backend is None:
+            return
         sample = text[:_PROBE_CHARACTERS]
-        plain = self._backend.encode(sample, add_special_tokens=False).ids
-        full = self._backend.encode(sample, add_special_tokens=True)
-        if full.ids[:1] != plain[:1]:
-            self.notes.append(f"this tokenizer would begin every text with {full.tokens[0]}, which is not added here")
-        if plain != _by_class(self._tokenizer, sample):
+        if self._backend.encode(sample, add_special_tokens=False).ids != ids_by_class(self._tokenizer, sample):
             self._backend = None
             self.notes.append(f"{type(self._tokenizer).__name__} changes what its backend does: one document at a time")
 
@@ -168,20 +173,21 @@ class Tokeniser:
                 ids = document.ids if document.ids is not None else np.empty(0, np.uint32)
                 yield Piece(document, job.number, ids, document.trained, True, True)
                 continue
+            assert self._frame is not None
             ids = next(encoded)
-            added = 0
-            if job.last and self._eos_id is not None and not (len(ids) and ids[-1] == self._eos_id):
-                ids, added = np.append(ids, np.uint32(self._eos_id)), 1
-            yield Piece(job.document, job.number, ids, None, job.first, job.last, added)
+            in_front = at_end = 0
+            if job.last:
+                ids, at_end = self._frame.finish(ids)
+            if job.first:
+                ids, in_front = self._frame.begin(ids)
+            yield Piece(job.document, job.number, ids, None, job.first, job.last, in_front, at_end)
 
     def _encode(self, texts: list[str]) -> Iterator[np.ndarray]:
         if not texts:
             return iter(())
-        if self._tokenizer is None:
-            raise UserError("text needs a tokenizer, and there is none", do="Name a model that has one, or give input_ids")
         backend = self._backend
         if backend is None:
-            return (_as_ids(_by_class(self._tokenizer, text)) for text in texts)
+            return (_as_ids(ids_by_class(self._tokenizer, text)) for text in texts)
 
         def one(text: str) -> np.ndarray:
             return _as_ids(backend.encode_batch_fast([text], add_special_tokens=False)[0].ids)
@@ -192,7 +198,7 @@ class Tokeniser:
 
 
 def tokenizer_hash(tokenizer: Any | None) -> str:
-    """SHA-256 of everything that decides which ids a text gets."""
+    """SHA-256 of everything that decides which ids a text gets, those around it included."""
     if tokenizer is None:
         return "none"
     import tokenizers
@@ -203,7 +209,8 @@ def tokenizer_hash(tokenizer: Any | None) -> str:
         facts = [facts[key] for key in sorted(facts) if key not in ("truncation", "padding", "post_processor", "decoder")]
     else:
         facts = [sorted(tokenizer.get_vocab().items()), str(getattr(tokenizer, "init_kwargs", ""))]
-    described = json.dumps([type(tokenizer).__name__, tokenizers.__version__, facts, sorted(tokenizer.all_special_ids)])
+    name, special = type(tokenizer).__name__, sorted(tokenizer.all_special_ids)
+    described = json.dumps([name, tokenizers.__version__, facts, special, framed_samples(tokenizer)])
     return hashlib.sha256(described.encode("utf-8", "surrogatepass")).hexdigest()
 
 
@@ -216,10 +223,6 @@ def _own_backend(tokenizer: Any | None) -> Any | None:
     copy.no_truncation()
     copy.no_padding()
     return copy
-
-
-def _by_class(tokenizer: Any, text: str) -> list[int]:
-    return list(tokenizer(text, add_special_tokens=False, truncation=False, padding=False, verbose=False)["input_ids"])
 
 
 def _as_ids(ids: list[int]) -> np.ndarray:

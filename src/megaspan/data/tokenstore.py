@@ -29,7 +29,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 MASKED = np.uint32(2**31)
-FORMAT = 1
+FORMAT = 2
 _BLOCK = 4 * 2**20
 _QUIET_SECONDS = 24 * 3600
 _CHECKED_WHOLE = 64  # blocks; larger files are checked at as many places
