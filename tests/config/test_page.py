@@ -24,7 +24,7 @@ def test_the_page_names_every_option():
 
 def test_every_differing_default_is_in_the_page():
     """A default that departs from TRL's without saying so would be a silent change of somebody's run."""
-    same = {"gradient_checkpointing_kwargs", "dataset_num_proc"}  # null in both, with another meaning
+    same = {"gradient_checkpointing_kwargs"}  # null in both, with another meaning
     for name, entry in foreign.table()["supported"].items():
         if name not in SFTConfig.model_fields:
             continue
@@ -41,7 +41,7 @@ def test_the_header_shows_the_defaults_in_use():
     lines = differing_defaults(SFTConfig(max_length=8))
     assert "packing: true (TRL: false); documents are joined until a row is full" in lines
     assert [re.match(r"\w+", line)[0] for line in lines] == [
-        "output_dir", "dataset_num_proc", "packing", "packing_strategy", "per_device_train_batch_size",
+        "output_dir", "packing", "packing_strategy", "per_device_train_batch_size",
         "gradient_checkpointing_kwargs", "logging_steps", "save_minutes",
     ]  # fmt: skip
 

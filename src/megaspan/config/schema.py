@@ -113,7 +113,7 @@ class SFTConfig(BaseModel):
         None, description="Several datasets, in this order: a list of {path, name, data_dir, data_files, split, columns}."
     )
     dataset_text_field: Text = Field("text", description="Column that holds the text.")
-    dataset_num_proc: Count | None = Field(None, description="Processes that tokenise; null is one per core.")
+    dataset_num_proc: Count | None = Field(None, description="Threads of the tokenizer; null is one per core.")
     max_length: Tokens = Field(..., description="Tokens in a row, over all GPUs: 131072, 128k, 1M.")
     packing: bool = Field(True, description="Join documents until a row is full; false gives every document its own row.")
     packing_strategy: Literal["wrapped"] = Field(
