@@ -31,6 +31,10 @@ def texts(figure):
     return [text.get_text() for axes in figure.axes for text in axes.texts]
 
 
+def boxes_of(axes):
+    return [text.get_window_extent() for text in axes.texts if hasattr(text, "xyann")]
+
+
 @pytest.mark.parametrize("steps", [1, 12, 300])
 def test_a_run_has_four_panels_with_direct_labels(tmp_path, monkeypatch, steps):
     figures = drawn(monkeypatch)
@@ -54,9 +58,57 @@ def test_labels_lie_inside_the_picture_and_apart(tmp_path, monkeypatch):
     for figure in figures:
         width, height = figure.canvas.get_width_height()
         for axes in figure.axes:
-            boxes = [text.get_window_extent() for text in axes.texts if hasattr(text, "xyann")]
+            boxes = boxes_of(axes)
             assert all(box.x1 <= width and box.y1 <= height for box in boxes)
             assert not any(one.overlaps(other) for one in boxes for other in boxes if one is not other)
+
+
+@pytest.mark.parametrize(
+    ("host", "device"), [(974_315_520.0, 0.0), (1.9 * 2**40, 139.8 * 2**30), (4e9, 139.8 * 2**30), (1234567 * 2**30, 2**30)]
+)
+def test_there_is_room_for_the_labels_of_every_panel(tmp_path, monkeypatch, host, device):
+    """Labels of the left panels end before the numbers of the right ones, labels of the right ones in the picture."""
+    figures = drawn(monkeypatch)
+    write_run(tmp_path, 24, peak_host_bytes=host, peak_device_bytes=device, tokens_per_second=1_234_567.0, grad_norm=0.000123)
+    plot_run(tmp_path)
+    (figure,) = figures
+    figure.draw_without_rendering()
+    width, _ = figure.canvas.get_width_height()
+    loss, norm, speed, memory = figure.axes
+    numbers = [text.get_window_extent() for axes in (norm, memory) for text in axes.get_yticklabels()]
+    first = min(box.x0 for box in numbers)
+    assert all(box.x1 < first for axes in (loss, speed) for box in boxes_of(axes))
+    assert all(box.x1 < width for axes in (norm, memory) for box in boxes_of(axes))
+    assert min(text.get_window_extent().x0 for axes in (loss, speed) for text in axes.get_yticklabels()) > 0
+    assert min(axes.get_position().width for axes in figure.axes) > 0.25
+
+
+def test_a_long_name_of_a_model_has_room(tmp_path, monkeypatch):
+    figures = drawn(monkeypatch)
+    plot_positions({"HuggingFaceTB/SmolLM2-135M, YaRN × 4": [(0, 2.0), (1024, 2.1)]}, tmp_path / "positions.png")
+    (axes,) = figures[0].axes
+    assert all(box.x1 < figures[0].canvas.get_width_height()[0] for box in boxes_of(axes))
+
+
+def test_a_run_is_called_by_its_name_or_by_where_it_is(tmp_path, monkeypatch):
+    run = tmp_path / "moby" / "run"
+    write_run(run, 2)
+    figures = drawn(monkeypatch)
+    for where in (tmp_path, run):
+        monkeypatch.chdir(where)
+        plot_run(run)
+        assert figures[-1].texts[0].get_text() == "Run moby/run"
+    monkeypatch.chdir(tmp_path.parent)
+    assert plots.run_title(run) == f"{tmp_path.name}/moby/run"
+    (run / "config.yaml").write_text("run_name: null\n")
+    assert plots.run_title(run) == f"{tmp_path.name}/moby/run"
+    (run / "config.yaml").write_text("run_name: whales at 1M\n")
+    assert plots.run_title(run) == "whales at 1M"
+    (run / "config.yaml").write_text(f"run_name: {'a' * 80}z\n")
+    assert len(plots.run_title(run)) == 60
+    assert plots.run_title(run).endswith("az")
+    (run / "config.yaml").write_text("[]")
+    assert plots.run_title(run).endswith("moby/run")
 
 
 def test_a_run_on_a_cpu_and_with_a_loss_that_is_not_a_number(tmp_path, monkeypatch):

@@ -14,6 +14,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from megaspan.human import UserError, format_tokens, missing_extra
 from megaspan.report.metrics import read_metrics
 
@@ -22,6 +24,8 @@ BLUE, VERMILION, GREEN, PURPLE, ORANGE = "#0072B2", "#D55E00", "#009E73", "#CC79
 COLOURS = (BLUE, VERMILION, GREEN, PURPLE, ORANGE)
 INK, GREY, PALE = "#222222", "#767676", "#E4E4E4"
 _GIB = 2**30
+_LEFT = 0.075  # of a picture's width: where titles stand, and panels whose numbers are short
+_TITLE_LETTERS = 60
 
 
 def plot_run(run: Path | str) -> Path:
@@ -36,13 +40,13 @@ def plot_run(run: Path | str) -> Path:
     if not steps:
         raise UserError(f"there is nothing to plot: {run} holds no metrics.jsonl with a training step", do="Name a run folder")
     figure = _figure(9.6, 6.8)
-    panels = figure.subplots(2, 2, gridspec_kw={"hspace": 0.42, "wspace": 0.30})
-    figure.subplots_adjust(left=0.075, right=0.925, top=0.82, bottom=0.08)
+    panels = figure.subplots(2, 2, gridspec_kw={"hspace": 0.42})
+    figure.subplots_adjust(top=0.82, bottom=0.08)
     tokens = steps[-1].get("num_tokens")
     last = steps[-1]["step"]
     told = f"{last:,} step{'s' * (last != 1)}" + (f", {format_tokens(int(tokens))} tokens" if tokens else "")
-    figure.text(0.075, 0.962, f"Run {run.resolve().name}", fontsize=15, fontweight="bold", color=INK, va="center")
-    figure.text(0.075, 0.924, told, fontsize=10, color=GREY, va="center")
+    figure.text(_LEFT, 0.962, f"Run {run_title(run)}", fontsize=15, fontweight="bold", color=INK, va="center")
+    figure.text(_LEFT, 0.924, told, fontsize=10, color=GREY, va="center")
 
     (loss, norm), (speed, memory) = panels
     _panel(loss, "Loss", "nats per token")
@@ -65,7 +69,21 @@ def plot_run(run: Path | str) -> Path:
         _separate(axes)
     for axes in (speed, memory):
         axes.set_xlabel("step", color=GREY, fontsize=9)
+    _make_room(figure, panels.T)
     return _save(figure, run / "plots.png")
+
+
+def run_title(run: Path) -> str:
+    """What a run is called: its `run_name`, or its folder with those above it, for many folders are called "run"."""
+    try:
+        name = (yaml.safe_load((run / "config.yaml").read_text("utf-8")) or {}).get("run_name")
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, AttributeError):
+        name = None
+    folder = run.resolve()
+    near = folder.relative_to(Path.cwd()).parts if folder.is_relative_to(Path.cwd()) else ()
+    parts = near[-3:] if len(near) > 1 else folder.parts[1:][-2:]
+    title = str(name or "/".join(parts) or folder)
+    return title if len(title) <= _TITLE_LETTERS else f"…{title[1 - _TITLE_LETTERS :]}"
 
 
 def plot_positions(
@@ -94,9 +112,9 @@ def plot_positions(
         raise UserError("there is no curve to plot", do="Evaluate at least one span of tokens")
     figure = _figure(9.6, 5.2)
     axes = figure.subplots()
-    figure.subplots_adjust(left=0.085, right=0.80, top=0.80, bottom=0.12)
-    figure.text(0.085, 0.94, title, fontsize=15, fontweight="bold", color=INK, va="center")
-    figure.text(0.085, 0.88, "lower is better; logarithmic scale", fontsize=10, color=GREY, va="center")
+    figure.subplots_adjust(top=0.80, bottom=0.12)
+    figure.text(_LEFT, 0.94, title, fontsize=15, fontweight="bold", color=INK, va="center")
+    figure.text(_LEFT, 0.88, "lower is better; logarithmic scale", fontsize=10, color=GREY, va="center")
     _panel(axes, "", "")
     axes.set_yscale("log")
     end = 0.0
@@ -123,6 +141,7 @@ def plot_positions(
     axes.set_xlabel("position in the text, tokens", color=GREY, fontsize=9)
     axes.set_ylabel("perplexity", color=GREY, fontsize=9)
     _separate(axes)
+    _make_room(figure, [[axes]])
     return _save(figure, Path(out))
 
 
@@ -180,7 +199,7 @@ def _label(axes: Any, x: float, y: float, text: str, colour: str) -> None:
 
 def _separate(axes: Any) -> None:
     """Moves the labels at the right apart where curves end close to each other."""
-    labels = [child for child in axes.texts if hasattr(child, "xyann")]
+    labels = _labels(axes)
     labels.sort(key=lambda label: axes.transData.transform((0, label.xy[1]))[1])
     points = 72 / axes.figure.dpi
     floor = -math.inf
@@ -190,6 +209,30 @@ def _separate(axes: Any) -> None:
         wanted = max(place, floor + height / 2)
         label.set_position((6, wanted - place))
         floor = wanted + height / 2
+
+
+def _labels(axes: Any) -> list[Any]:
+    return [child for child in axes.texts if hasattr(child, "xyann")]
+
+
+def _make_room(figure: Any, columns: Sequence[Sequence[Any]]) -> None:
+    """Places columns of panels so that the labels at their right and the numbers at their left lie in the picture, apart."""
+    width = figure.bbox.width
+    points = figure.dpi / 72 / width
+    labels = [_widest([text for axes in column for text in _labels(axes)]) / width + 14 * points for column in columns]
+    numbers = [
+        _widest([text for axes in column for text in axes.get_yticklabels()]) / width
+        + (24 if any(axes.get_ylabel() for axes in column) else 10) * points
+        for column in columns
+    ]
+    left, right = max(_LEFT, numbers[0]), max(0.5, 1 - labels[-1])
+    gap = sum(labels[:-1]) + sum(numbers[1:])
+    each = (right - left - gap) / len(columns)
+    figure.subplots_adjust(left=left, right=right, wspace=gap / max(1, len(columns) - 1) / each)
+
+
+def _widest(texts: Sequence[Any]) -> float:
+    return max((text.get_window_extent().width for text in texts), default=0.0)
 
 
 def _log_if_wide(axes: Any, values: Sequence[float | None]) -> None:
