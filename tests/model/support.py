@@ -17,14 +17,37 @@ def settings(**changes: Any) -> SFTConfig:
     return SFTConfig(**({"max_length": 256} | changes))
 
 
-def plan(*, checkpoint: bool = True, offload: bool = True, keep: int = 1, tile: int = 7) -> Any:
-    """A plan by hand: tiles that divide nothing, one layer input kept where two layers are."""
+def plan(
+    *,
+    checkpoint: bool = True,
+    offload: bool = True,
+    keep: int = 1,
+    tile: int = 7,
+    streamed: bool = True,
+    heads: int | None = None,
+    outputs: int = 2,
+) -> Any:
+    """A plan by hand: tiles that divide nothing, one layer input kept where two layers are.
+
+    Args:
+        checkpoint, offload: as in the plan.
+        keep: layer inputs that stay on the device.
+        tile: tokens of logits at once.
+        streamed: layers run in tiles of 9 tokens; False checkpoints them whole.
+        heads: KV heads in one call of attention's backward.
+        outputs: last layers that keep attention's output.
+    """
     return SimpleNamespace(
         checkpoint=checkpoint,
         offload=offload,
         keep_on_device=keep if offload else 0,
         loss_tile_tokens=tile,
         host_limit=2**34,
+        streamed=streamed,
+        layer_tile_tokens=9,
+        kv_heads_per_call=heads,
+        keep_outputs=outputs,
+        model=SimpleNamespace(layers=2),
     )
 
 

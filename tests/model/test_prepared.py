@@ -379,13 +379,13 @@ def test_a_model_that_keeps_everything_is_refused(key: str) -> None:
 def test_full_logits_that_cannot_fit_are_refused() -> None:
     """R58."""
     how = plan()
-    how.host_limit = 256 * 128 * 6 - 1
+    how.host_limit = 256 * 128 * 20 - 1
     with pytest.raises(UserError, match="newer TRL means the chunked one"):
         prepare(tiny("qwen3"), settings(loss_type="nll"), how)
     how.host_limit += 1
     model = prepare(tiny("qwen3"), settings(loss_type="nll"), how)
     model(**batch(256))
-    with pytest.raises(UserError, match="257 x 128 x 6"):
+    with pytest.raises(UserError, match="257 x 128 x 20"):
         model(**batch(257, ignored=0.0))
 
 
@@ -435,7 +435,8 @@ def test_the_header_reads_back_what_is_on_the_model() -> None:
     lines = {(label, value) for label, value, _ in levers(model).read_back()}
     assert ("loss", "chunked_nll, 7 tokens of logits at once") in lines
     assert any(label == "attention" for label, _ in lines)
-    assert any("host" in value for label, value in lines if label == "checkpointing")
+    assert any("host" in value for label, value in lines if label == "layer inputs")
+    assert ("layers", "2 of 2 streamed") in lines
     step(model, **batch(LENGTH))
     assert seen == [("forward", 0), ("forward", 1), ("backward", 1), ("backward", 0)]
     assert levers(model).checkpointing.stats().moved == 2

@@ -12,8 +12,8 @@ import torch
 
 from megaspan.human import UserError, format_bytes
 
-NLL_BYTES_PER_LOGIT = 6
-"""Logits in bf16 and their fp32 copy, the least that a plain cross-entropy holds at once."""
+NLL_BYTES_PER_LOGIT = 20
+"""Peak of `plain_cross_entropy`: logits in bf16 and fp32, and the temporaries of loss, entropy and their gradient."""
 
 
 def past_window(length: int, window: int) -> UserError:

@@ -32,6 +32,7 @@ from megaspan.model.lora import check_adapter
 if TYPE_CHECKING:
     from megaspan.attention import KernelChoice
     from megaspan.config import SFTConfig
+    from megaspan.layers.checkpoint import Checkpointing
     from megaspan.layers.streamed import Streaming
     from megaspan.plan.choose import Plan
 
@@ -60,7 +61,7 @@ class Levers:
     settings: Settings
     kernel: KernelChoice
     head: str
-    checkpointing: Streaming | None = None
+    checkpointing: Checkpointing | Streaming | None = None
     on_layer: OnLayer | None = None
 
     def layer_reached(self, phase: str, layer: int) -> None:
@@ -91,9 +92,26 @@ class Levers:
         yield "loss", f"{self.settings.loss_type}, {tiles}", f"logits are {self.head}"
         if self.checkpointing is None:
             yield "checkpointing", "off", "every layer keeps what its backward needs"
-        else:
-            place = f"to host memory, the last {self.plan.keep_on_device} stay" if self.plan.offload else "on the device"
-            yield "checkpointing", f"inputs of layers {place}", "the rest is computed again in the backward"
+            return
+        stats = self.checkpointing.stats()
+        streamed = getattr(stats, "streamed", 0)
+        if streamed:
+            yield "layers", f"{streamed} of {stats.layers} streamed", self._streaming()
+        reasons = getattr(self.checkpointing, "reasons", ["this family is not proven for streaming"] * stats.layers)
+        for reason in sorted({reason for reason in reasons if reason is not None}):
+            whole = f"{reasons.count(reason)} of {stats.layers} checkpointed whole"
+            yield "layers", whole, f"attention runs forward twice: {reason}"
+        stay = f", the last {self.plan.keep_on_device} stay" if self.plan.keep_on_device else ""
+        where = f"to host memory{stay}" if self.plan.offload else "on the device"
+        yield "layer inputs", where, f"{stats.moved} of {stats.layers} layers move theirs; the rest is computed again"
+
+    def _streaming(self) -> str:
+        """How the streamed layers work, in words."""
+        tiles = f"tiles of {self.plan.layer_tile_tokens:,} tokens"
+        heads = f", {self.plan.kv_heads_per_call} KV heads a call in attention's backward" if self.plan.kv_heads_per_call else ""
+        again = self.plan.model.layers - self.plan.keep_outputs
+        once = "attention runs forward once" if again <= 0 else f"attention runs forward twice in {again} layers, once in the others"
+        return f"{once}; {tiles}{heads}"
 
 
 def prepare(model: Model, args: SFTConfig, plan: Plan | None = None, *, on_layer: OnLayer | None = None) -> Model:
@@ -208,14 +226,18 @@ def _install(model: PreTrainedModel, args: SFTConfig, plan: Plan, settings: Sett
 
 
 def _checkpoint(model: PreTrainedModel, state: Levers) -> None:
-    from megaspan.layers.checkpoint import checkpointed_layers
+    from megaspan.layers.checkpoint import Checkpointing, checkpointed_layers
     from megaspan.layers.stream import LayerPlan
     from megaspan.layers.streamed import Streaming
 
-    plan = state.plan
-    state.checkpointing = Streaming(
-        LayerPlan(), plan.offload, plan.keep_on_device, state.layer_reached, host_limit=plan.host_limit or None
-    )
+    plan, limit = state.plan, state.plan.host_limit or None
+    if plan.streamed:
+        tiles = LayerPlan(tile_tokens=plan.layer_tile_tokens, kv_heads_per_call=plan.kv_heads_per_call)
+        state.checkpointing = Streaming(
+            tiles, plan.offload, plan.keep_on_device, state.layer_reached, keep_outputs=plan.keep_outputs, host_limit=limit
+        )
+    else:
+        state.checkpointing = Checkpointing(plan.offload, plan.keep_on_device, state.layer_reached, host_limit=limit)
     state.checkpointing.install(model)
     layer = checkpointed_layers(model)[0]
     state.settings = replace(state.settings, checkpoint_seam=(layer, layer.__dict__["_gradient_checkpointing_func"]))
