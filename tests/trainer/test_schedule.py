@@ -2,7 +2,11 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import TrainerControl, TrainerState
+from transformers.trainer_callback import DefaultFlowCallback
 
+from megaspan.config import SFTConfig
+from megaspan.trainer.callbacks import training_arguments
 from megaspan.trainer.schedule import Schedule
 
 
@@ -39,3 +43,23 @@ def test_sequential_order_is_the_order_of_the_data():
 def test_max_steps_wins_over_epochs():
     assert Schedule(rows=4, rows_per_step=1, epochs=3, max_steps=5, seed=0).total_steps == 5
     assert Schedule(rows=4, rows_per_step=1, epochs=0.5, max_steps=-1, seed=0).total_steps == 2
+
+
+@given(
+    rows=st.integers(1, 20), max_steps=st.integers(1, 60), save_steps=st.integers(1, 30), done=st.integers(0, 59),
+    strategy=st.sampled_from(["no", "steps", "epoch"]),
+)  # fmt: skip
+def test_the_planned_saves_are_those_that_transformers_asks_for(rows, max_steps, save_steps, done, strategy):
+    schedule = Schedule(rows=rows, rows_per_step=3, epochs=1, max_steps=max_steps, seed=0)
+    flow, control = DefaultFlowCallback(), TrainerControl()
+    every = {"save_steps": save_steps} if strategy == "steps" else {}
+    arguments = training_arguments(SFTConfig(max_length=8, save_strategy=strategy, **every))
+    state = TrainerState(max_steps=max_steps, save_steps=save_steps, logging_steps=1)
+    asked = 0
+    for state.global_step in range(done + 1, max_steps + 1):
+        control.should_save = False
+        flow.on_step_end(arguments, state, control)
+        if state.global_step % schedule.steps_per_epoch == 0:
+            flow.on_epoch_end(arguments, state, control)
+        asked += control.should_save
+    assert schedule.saves(strategy, save_steps, done) == (0 if strategy == "no" else max(1, asked))

@@ -179,7 +179,7 @@ class Job:
             *[Line(label, value, reason) for label, value, reason in self.levers.read_back()],
             *[Line("attention", choice.loud, loud=True) for choice in self.kernels if choice.loud],
             self._memory_line(),
-            Line("saving", str(rehearsal)),
+            Line("saving", str(rehearsal), _kept(self.args)),
             Line("model FLOP", flops_formula(facts, frozen=self.frozen)),
             Line("prepared in", ", ".join(f"{name} {format_seconds(value)}" for name, value in self.seconds.items())),
         ]
@@ -284,6 +284,16 @@ def _checked(rows: Rows, loaded: LoadedModel) -> Rows:
             do="Prepare the data with the model's own tokenizer",
         )
     return rows
+
+
+def _kept(args: SFTConfig) -> str:
+    """Which checkpoints will lie on the disk, and which of them nobody can count before the first step."""
+    if args.save_strategy == "no":
+        return "no checkpoint but at a signal"
+    if args.save_total_limit is not None:
+        return f"save_total_limit: {args.save_total_limit} keeps the newest"
+    timed = f"; those of save_minutes: {args.save_minutes:g} are not in what is needed" if args.save_minutes else ""
+    return f"every checkpoint is kept (save_total_limit: null){timed}"
 
 
 def _say(text: str) -> None:

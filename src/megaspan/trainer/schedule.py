@@ -49,6 +49,18 @@ class Schedule:
         order = np.random.default_rng([self.seed, epoch]).permutation(self.rows) if self.shuffled else np.arange(self.rows)
         return tuple(int(row) for row in order[place * self.rows_per_step : (place + 1) * self.rows_per_step])
 
+    def saves(self, strategy: str, save_steps: int, done: int) -> int:
+        """Checkpoints that `save_strategy` plans after `done` steps; at least one, which a signal or the clock may ask for.
+
+        Those of `save_minutes` are known to nobody before the run.
+        """
+        total = self.total_steps
+        if strategy == "no":
+            return 0
+        if strategy == "epoch":
+            return max(1, total // self.steps_per_epoch - done // self.steps_per_epoch)
+        return max(1, -(-total // save_steps) - done // save_steps)  # transformers saves at the last step, too
+
     def epoch_after(self, step: int) -> float:
         """Passes over the data completed once step `step` (counted from 0) is done: 0.25 after the first of 4 rows."""
         epoch, place = divmod(step, self.steps_per_epoch)

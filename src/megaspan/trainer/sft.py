@@ -128,7 +128,7 @@ class SFTTrainer:
             model=self.model,
             optimizer=optimizer,
             optimizer_bytes=job.optimizer_bytes(),
-            saves=0 if args.save_strategy == "no" else max(1, schedule.total_steps // args.save_steps),
+            saves=schedule.saves(args.save_strategy, args.save_steps, state.global_step),
             keep=args.save_total_limit,
             progress=self._progress(),
             identity=job.identity(schedule),
