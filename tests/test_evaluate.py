@@ -48,7 +48,7 @@ def test_each_bucket_is_the_mean_over_its_own_tokens(family):
             assert bucket.loss == pytest.approx(sums[span].sum() / counts[span].sum(), rel=2e-5)
         else:
             assert np.isnan(bucket.loss)
-    assert buckets[1].tokens == 1  # positions 5 and 6 of the first row are masked; only 5 and 6 of the second count
+    assert buckets[1].tokens == 2  # positions 5 and 6 of the first row are masked; only 5 and 6 of the second count
     assert model.training
 
 
@@ -88,3 +88,10 @@ def test_the_verb_and_its_mistakes(workplace):
     assert json.loads(done.stdout)["rows"] == 4
     with pytest.raises(UserError, match="nothing to evaluate"):
         evaluate_command(str(workplace), [])
+
+
+def test_a_token_that_the_model_lacks_is_a_sentence(workplace):
+    """An index error of the embedding on a CPU, an assertion that names nothing on a GPU."""
+    (workplace / "ids.jsonl").write_text('{"input_ids": [1, 2, 320]}\n')
+    with pytest.raises(UserError, match="a token that the model does not know; got 320"):
+        evaluate_command(str(workplace / "model"), ["--dataset_name", str(workplace / "ids.jsonl"), "--max_length", "40"])

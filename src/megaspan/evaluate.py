@@ -23,7 +23,7 @@ from megaspan.data import Row, Rows, prepare_rows
 from megaspan.human import UserError, format_tokens
 from megaspan.layers.head import head_of
 from megaspan.layers.loss import linear_cross_entropy, tile_tokens_for
-from megaspan.model import load_model, load_tokenizer, prepare
+from megaspan.model import check_token_ids, load_model, load_tokenizer, prepare
 from megaspan.world import device, set_allocator
 
 BUCKETS = 16
@@ -63,11 +63,11 @@ def loss_by_position(model: Any, rows: list[Row], bounds: list[int]) -> list[Buc
         hidden_tE = model.get_decoder()(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state[0]
         labels_t = torch.from_numpy(row.labels).to(where)
         for place, (start, stop) in enumerate(pairwise(bounds)):
-            first = max(start, 1)  # the first token of a row has nothing to be predicted from
-            if first >= min(stop, len(labels_t)):
+            first, last = max(start, 1), min(stop, len(labels_t))  # a row's first token has nothing to be predicted from
+            if first >= last:
                 continue
             tile_tokens = tile_tokens_for(head.weight_VE.shape[0])
-            part = linear_cross_entropy(hidden_tE[first - 1 : stop - 1], head, labels_t[first:stop], tile_tokens=tile_tokens)
+            part = linear_cross_entropy(hidden_tE[first - 1 : last - 1], head, labels_t[first:last], tile_tokens=tile_tokens)
             sums[place] += part.loss.item()
             counts[place] += int(part.tokens)
     model.train(training)
@@ -141,7 +141,9 @@ def render(result: dict[str, Any]) -> str:
 
 def _load(config: SFTConfig) -> tuple[Any, Rows]:
     rows = prepare_rows(config, load_tokenizer(config), split=_split(config))
-    return load_model(config, device(config.use_cpu)), rows
+    loaded = load_model(config, device(config.use_cpu))
+    check_token_ids(rows.max_id, loaded.facts.vocab)
+    return loaded, rows
 
 
 def _split(config: SFTConfig) -> str:

@@ -235,10 +235,10 @@ class Optimizer:
                         got=f"{tuple(parameter.shape)} here",
                     )
             if not missing and ("master" in parameters[name]) != (name in self._masters):
-                made = "with" if "master" in parameters[name] else "without"
+                made, here = ("with", "without") if "master" in parameters[name] else ("without", "with")
                 raise UserError(
-                    f"the checkpoint was made {made} fp32 masters and this run is not",
-                    do="Give dtype the value that the checkpoint's run had",
+                    f"the checkpoint was made {made} fp32 masters, and this run is {here}",
+                    do="Give dtype and bf16 the values that the checkpoint's run had, on the same kind of device",
                 )
         if missing or unknown:
             raise UserError(

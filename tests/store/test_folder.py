@@ -89,3 +89,9 @@ def test_space_is_checked_before_writing(tmp_path, monkeypatch):
     require_space(tmp_path, 2**29, "x")
     with pytest.raises(UserError, match=r"it takes 1\.0 GiB, and 1\.0 GiB are free"):
         require_space(tmp_path, 2**30, "x")
+
+
+def test_a_place_that_cannot_be_written_to_is_one_sentence(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"cannot write to .*file: File exists"), new_folder(tmp_path / "file" / "x"):
+        pass

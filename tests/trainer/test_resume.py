@@ -18,6 +18,7 @@ from megaspan.human import UserError
 from megaspan.trainer.interrupt import Interrupted
 from tests.trainer.support import assert_same_bits, documents, logged, model_folder, trainer, weights  # noqa: F401
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
 DATA = documents([40, 11, 23, 5, 40, 7, 19])
 
 
@@ -153,3 +154,121 @@ def test_the_final_model_loads_in_plain_transformers(tmp_path, model_folder):  #
     ids = torch.arange(200)[None]
     with torch.no_grad():
         torch.testing.assert_close(plain(ids).logits, run.model.eval()(ids).logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("layer_calls", [1, 2, 3, 7])
+def test_an_abandoned_step_draws_the_same_dropout_again(tmp_path, model_folder, layer_calls):  # noqa: F811
+    """The forward of the abandoned step has used the generators; its checkpoint must not know (LoRA's own dropout is 0.05)."""
+    options = {"max_steps": 3, "use_peft": True, "lora_r": 4, "lora_dropout": 0.5, "gradient_checkpointing": True}
+    whole = trainer(model_folder, tmp_path / "whole", DATA, **options)
+    whole.train()
+    first = trainer(model_folder, tmp_path / "run", DATA, **options)
+    passed = _interrupt_at_layer(first, layer_calls)
+    with pytest.raises(Interrupted) as caught:
+        first.train()
+    assert passed["layers"] == layer_calls
+    assert "checkpoint-" in caught.value.__notes__[0]
+    second = trainer(model_folder, tmp_path / "run", DATA, **options)
+    second.train(resume_from_checkpoint=True)
+    assert_same_bits(weights(second.model), weights(whole.model))
+
+
+def _interrupt_at_layer(run, calls):
+    """Makes the signal come at the layer boundary number `calls`, as the loop hears it."""
+    passed, watch = {"layers": 0}, run._job.watch_layers
+
+    def watch_layers(on_layer):
+        def layer(phase, index):
+            passed["layers"] += 1
+            if passed["layers"] == calls:
+                raise Interrupted(signal.SIGTERM)
+            on_layer(phase, index)
+
+        watch(layer if on_layer else None)
+
+    run._job.watch_layers = watch_layers
+    return passed
+
+
+def test_a_signal_during_a_save_does_not_save_twice(tmp_path, model_folder, monkeypatch):  # noqa: F811
+    """115 GB at 8B: the 30 seconds before the machine is gone are too short for a second one."""
+    from megaspan import store
+
+    written, save = [], store.save_checkpoint
+
+    def save_and_signal(*args, **options):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.1)  # the thread that listens hears it
+        written.append(save(*args, **options))
+        return written[-1]
+
+    monkeypatch.setattr(store, "save_checkpoint", save_and_signal)
+    with pytest.raises(Interrupted):
+        trainer(model_folder, tmp_path, DATA, max_steps=3, save_strategy="steps", save_steps=1).train()
+    assert [path.name for path in written] == ["checkpoint-1"]
+
+
+def test_options_of_the_update_may_change_at_a_resume_and_it_is_said(tmp_path, model_folder, capsys):  # noqa: F811
+    options = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    trainer(model_folder, tmp_path, DATA, **options).train()
+    assert "so far" not in capsys.readouterr().err
+    changed = trainer(model_folder, tmp_path, DATA, learning_rate=3e-2, max_grad_norm=0.5, **options)
+    changed.train(str(tmp_path / "checkpoint-1"))
+    header = capsys.readouterr().err
+    assert "learning_rate: 0.03" in header
+    assert "the run had 0.01 so far" in header
+    assert header.count("so far") == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"model_init_kwargs": {"rope_parameters": YARN}}, "positions was"),
+        ({"dtype": "bfloat16"}, "weights was 'float32' and is 'bfloat16'"),
+        ({"use_peft": True, "lora_alpha": 64}, "adapter was None"),
+    ],
+)
+def test_a_resume_of_another_model_is_refused(tmp_path, model_folder, change, named):  # noqa: F811
+    """Same files, same shapes, another model: positions, precision, the scale of an adapter."""
+    options = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    trainer(model_folder, tmp_path, DATA, **options).train()
+    with pytest.raises(UserError, match=named):
+        trainer(model_folder, tmp_path, DATA, **(options | change)).train(str(tmp_path / "checkpoint-1"))
+
+
+def test_the_scale_of_an_adapter_is_part_of_its_run(tmp_path, model_folder):  # noqa: F811
+    options = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "use_peft": True, "lora_r": 4}
+    trainer(model_folder, tmp_path, DATA, lora_alpha=8, **options).train()
+    with pytest.raises(UserError, match=r"adapter was .*'lora_alpha': 8.* and is .*'lora_alpha': 16"):
+        trainer(model_folder, tmp_path, DATA, lora_alpha=16, **options).train(str(tmp_path / "checkpoint-1"))
+
+
+def test_a_trainer_that_has_trained_does_not_go_on_without_its_optimizer(tmp_path, model_folder):  # noqa: F811
+    """A second `train()` in a notebook, after the end or after an error: neither nothing nor half a state."""
+    done = trainer(model_folder, tmp_path, DATA, max_steps=1)
+    done.train()
+    with pytest.raises(UserError, match="has trained 1 steps already"):
+        done.train()
+
+
+def test_two_runs_do_not_share_a_folder(tmp_path, model_folder):  # noqa: F811
+    """A job that is requeued while its first copy still runs; the second would clear away the first's open save."""
+    refused = []
+
+    class Second(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            with pytest.raises(UserError, match="another run is at work") as error:
+                trainer(model_folder, tmp_path, DATA, max_steps=1).train()
+            refused.append(error)
+
+    trainer(model_folder, tmp_path, DATA, max_steps=1, callbacks=[Second]).train()
+    assert len(refused) == 1
+
+
+def test_a_missing_checkpoint_is_found_before_anything_is_loaded(tmp_path, model_folder, monkeypatch):  # noqa: F811
+    from megaspan.trainer import run, sft
+    from tests.trainer.support import settings
+
+    monkeypatch.setattr(sft, "set_up", lambda *args: pytest.fail("the model was loaded"))
+    with pytest.raises(UserError, match="there is no checkpoint"):
+        run(settings(tmp_path, model_name_or_path=str(model_folder), resume_from_checkpoint=str(tmp_path / "checkpoint-7")))

@@ -8,9 +8,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, TrainerCallback, get_scheduler
 
+from megaspan import SFTTrainer
 from megaspan.human import UserError
-from tests.models import assert_same_gradients
-from tests.trainer.support import assert_same_bits, documents, logged, model_folder, trainer, weights  # noqa: F401
+from tests.models import assert_same_gradients, tiny
+from tests.trainer.support import (  # noqa: F401
+    assert_same_bits,
+    documents,
+    logged,
+    model_folder,
+    settings,
+    trainer,
+    weights,
+)
 
 
 def plain_run(folder, rows, steps, per_step, *, learning_rate=1e-2, max_grad_norm=1.0, betas=(0.9, 0.999), decay=0.0):
@@ -206,3 +215,26 @@ def test_a_model_object_trains(tmp_path, model_folder):  # noqa: F811
     assert run.model is model
     assert output.global_step == 2
     assert output.training_loss == pytest.approx(sum(entry["loss"] for entry in run.state.log_history) / 2, rel=1e-6)
+
+
+@pytest.mark.parametrize("model", [torch.nn.Linear(2, 2), 5, ["a"]])
+def test_a_model_of_another_kind_is_refused_and_not_replaced_by_the_options(tmp_path, model_folder, model):  # noqa: F811
+    args = settings(tmp_path, model_name_or_path=str(model_folder))
+    with pytest.raises(UserError, match="neither a name nor a transformers model"):
+        SFTTrainer(model, args, train_dataset=documents([9]))
+
+
+def test_a_path_is_a_name(tmp_path, model_folder):  # noqa: F811
+    run = SFTTrainer(model_folder, settings(tmp_path), train_dataset=documents([9]))
+    assert run.args.model_name_or_path == str(model_folder)
+
+
+def test_a_model_in_half_precision_is_refused(tmp_path):
+    with pytest.raises(UserError, match="half precision"):
+        trainer(tiny("llama", vocab_size=320, dtype=torch.float16), tmp_path, documents([9]))
+
+
+@pytest.mark.parametrize("callback", ["tensorboard", object(), dict])
+def test_what_is_no_callback_is_refused(tmp_path, model_folder, callback):  # noqa: F811
+    with pytest.raises(UserError, match=r"no transformers\.TrainerCallback"):
+        trainer(model_folder, tmp_path, documents([9]), callbacks=[callback])

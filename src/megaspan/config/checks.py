@@ -150,7 +150,7 @@ def _conflicts(c: SFTConfig) -> Iterator[tuple[tuple[str, ...], str, str]]:
         yield ("use_dora",), "use_dora: weight-decomposed LoRA is not proven exact with the chunked loss", "Leave it false"
     for name in ("seed", "data_seed"):
         if (getattr(c, name) or 0) > LARGEST_SEED:
-            yield (name,), f"{name} must be at most {LARGEST_SEED}, the largest seed of numpy's generator", "Write a smaller one"
+            yield (name,), f"{name} must be at most {LARGEST_SEED}, numpy's largest seed", "Write a smaller one"
     if c.warmup_ratio is not None and c.warmup_steps:
         yield ("warmup_ratio", "warmup_steps"), "warmup_ratio and warmup_steps both set the warm-up", "Keep one of them"
     if c.dataset_name is not None and c.datasets is not None:

@@ -120,6 +120,10 @@ def adopt_model(model: Any, config: SFTConfig, device: torch.device | str) -> Lo
         )
     inner = unwrap(model)
     check_trainable(inner)
+    if any(parameter.dtype == torch.float16 for parameter in model.parameters()):
+        raise UserError(
+            "the model is in half precision, which overflows in sums over this many tokens", do="Load it in bfloat16 or float32"
+        )
     rope = resolve_rope(inner.config.to_dict(), None, config.max_length, config.allow_past_window)
     name = getattr(inner.config, "_name_or_path", "") or type(inner).__name__
     return LoadedModel(
@@ -155,6 +159,21 @@ def load_tokenizer(config: SFTConfig) -> PreTrainedTokenizerBase | None:
         raise UserError(f"the tokenizer of {source.name} cannot be loaded: {first_line(error)}") from error
     tokenizer.model_max_length = max(tokenizer.model_max_length, config.max_length)
     return tokenizer
+
+
+def check_token_ids(largest: int, vocabulary: int) -> None:
+    """Token ids beyond the embedding table crash a GPU kernel with an assertion that names nothing.
+
+    Raises:
+        UserError: `largest` has no row in an embedding of `vocabulary` rows.
+    """
+    if largest >= vocabulary:
+        raise UserError(
+            "a row holds a token that the model does not know",
+            got=largest,
+            allowed=f"0 to {vocabulary - 1:,}",
+            do="Prepare the data with the model's own tokenizer",
+        )
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase | None, model: PreTrainedModel) -> None:

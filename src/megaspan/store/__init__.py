@@ -8,8 +8,9 @@ afterwards.
 from megaspan.store.checkpoint import checkpoints, latest_checkpoint, load_checkpoint, save_checkpoint
 from megaspan.store.export import FINAL, export
 from megaspan.store.plain import save_model
+from megaspan.store.random_state import random_state, restore_random_state
 from megaspan.store.rehearsal import Rehearsal, rehearse_save
-from megaspan.store.run import folder_fingerprint, open_run, read_run_facts, write_run_facts
+from megaspan.store.run import folder_fingerprint, lock_run, open_run, read_run_facts, write_run_facts
 
 __all__ = [
     "FINAL",
@@ -19,9 +20,12 @@ __all__ = [
     "folder_fingerprint",
     "latest_checkpoint",
     "load_checkpoint",
+    "lock_run",
     "open_run",
+    "random_state",
     "read_run_facts",
     "rehearse_save",
+    "restore_random_state",
     "save_checkpoint",
     "save_model",
     "write_run_facts",

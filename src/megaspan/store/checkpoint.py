@@ -126,9 +126,7 @@ def load_checkpoint(
         UserError: the checkpoint is missing, damaged, or of another model or run; it says which files or what differs.
     """
     path = Path(path)
-    manifest = read_manifest(path)
-    if manifest is None:
-        raise _not_a_checkpoint(path)
+    manifest = require_checkpoint(path)
     if damaged := damaged_files(path, manifest):
         raise UserError(f"{path} is damaged: {', '.join(damaged)} changed since it was written", do=_older(path))
     weights = TensorFile(path / (TRAINABLE if (path / TRAINABLE).exists() else WEIGHTS))
@@ -153,6 +151,18 @@ def load_checkpoint(
     optimizer.load_state_dict(join_state(state["optimizer"], tensors))
     restore_random_state(join_state(state["random"], tensors))
     return join_state(state["progress"], {})
+
+
+def require_checkpoint(path: Path) -> dict[str, Any]:
+    """The manifest of a complete checkpoint; milliseconds.
+
+    Raises:
+        UserError: there is none, it was made by transformers, or it is not complete.
+    """
+    manifest = read_manifest(path)
+    if manifest is None:
+        raise _not_a_checkpoint(path)
+    return manifest
 
 
 def latest_checkpoint(run: Path | str) -> Path | None:

@@ -34,12 +34,17 @@ def new_folder(target: Path) -> Iterator[Path]:
     An existing `target` is replaced. If the block fails, nothing is left and `target` is as it was.
 
     Raises:
-        UserError: the disk filled up.
+        UserError: the folder cannot be made, or the disk filled up.
     """
     partial = target.with_name(_PARTIAL + target.name)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+    except OSError as error:
+        raise UserError(
+            f"cannot write to {target.parent}: {error.strerror}", do="Choose another output_dir (or OUT)"
+        ) from error
     try:
         yield partial
         _to_disk(partial)

@@ -10,25 +10,56 @@ run/
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import errno
+import fcntl
 import hashlib
 import importlib.metadata
 import json
+import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from megaspan.human import UserError
-from megaspan.store.checkpoint import checkpoints, latest_checkpoint
+from megaspan.store.checkpoint import checkpoints, latest_checkpoint, require_checkpoint
 from megaspan.store.export import FINAL
 from megaspan.store.folder import clear_leftovers
 
 _PACKAGES = ("megaspan", "torch", "transformers", "accelerate", "peft", "datasets", "safetensors", "numpy", "flash-attn-4")
+
+
+@contextlib.contextmanager
+def lock_run(run: Path | str) -> Iterator[None]:
+    """Keeps a run folder to one process for the length of a `with` block; the folder is made if absent.
+
+    Two starts of one file (a job that is requeued while its first copy still runs) would clear away each other's open saves.
+    The lock is on the folder itself, so it leaves no file, and ends with the process however that ends.
+
+    Raises:
+        UserError: another trainer, of this process or another, is at work there.
+    """
+    run = Path(run)
+    _make(run)
+    folder = os.open(run, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno == errno.EWOULDBLOCK:
+                raise UserError(
+                    f"another run is at work in {run}", do="Wait for it, stop it, or choose another output_dir"
+                ) from None
+            # Disks that know no locks (some network disks) are used as they are.
+        yield
+    finally:
+        os.close(folder)
 
 
 def open_run(run: Path | str, resume: bool | str | Path | None = None) -> Path | None:
@@ -41,15 +72,14 @@ def open_run(run: Path | str, resume: bool | str | Path | None = None) -> Path |
         resume: True for the newest complete checkpoint, a checkpoint's path, or None or False for a new run.
 
     Raises:
-        UserError: a resume without a checkpoint, or a new run in another's folder, whose checkpoints would be rotated away.
+        UserError: a resume without a complete checkpoint, or a new run in another's folder, whose checkpoints it would rotate
+            away.
     """
     run = Path(run)
-    try:
-        run.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"the run folder {run} cannot be made: {error.strerror}", do="Choose another output_dir") from error
+    _make(run)
     clear_leftovers(run)
     if isinstance(resume, str | Path):
+        require_checkpoint(Path(resume))
         return Path(resume)
     newest = latest_checkpoint(run)
     if resume:
@@ -65,6 +95,13 @@ def open_run(run: Path | str, resume: bool | str | Path | None = None) -> Path |
             do="Type --resume_from_checkpoint true to continue it, choose another output_dir, or delete the folder",
         )
     return None
+
+
+def _make(run: Path) -> None:
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"the run folder {run} cannot be made: {error.strerror}", do="Choose another output_dir") from error
 
 
 def write_run_facts(run: Path | str, *, config: Mapping[str, Any], facts: Mapping[str, Any]) -> None:

@@ -15,6 +15,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, ExportableState
 
 from megaspan.config import SFTConfig
+from megaspan.human import UserError
 
 # What TrainingArguments would act upon by itself when constructed; the callbacks only read the values.
 _SET_HERE = {
@@ -36,6 +37,8 @@ class Callbacks:
     def __init__(
         self, config: SFTConfig, callbacks: Sequence[TrainerCallback | type[TrainerCallback]] | None, model: Any, tokenizer: Any
     ) -> None:
+        for callback in callbacks or ():
+            check_callback(callback)
         self.arguments = training_arguments(config)
         self.state = TrainerState()
         self.control = TrainerControl()
@@ -65,6 +68,17 @@ class Callbacks:
 
     def _stateful(self) -> list[Any]:
         return [callback for callback in self.handler.callbacks if isinstance(callback, ExportableState)]
+
+
+def check_callback(callback: Any) -> None:
+    """Refuses what has not the methods of a callback, before they are missed in the middle of a run.
+
+    Raises:
+        UserError: it is neither a `TrainerCallback` nor a class of them.
+    """
+    kind = callback if isinstance(callback, type) else type(callback)
+    if not issubclass(kind, TrainerCallback):
+        raise UserError("a callback is no transformers.TrainerCallback", got=kind.__name__)
 
 
 def training_arguments(config: SFTConfig) -> TrainingArguments:

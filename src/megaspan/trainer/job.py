@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,20 @@ from transformers.trainer_utils import enable_full_determinism
 
 from megaspan import store, world
 from megaspan.config import SFTConfig
-from megaspan.config.defaults import differing_defaults
+from megaspan.config.defaults import as_yaml, differing_defaults
 from megaspan.data import Rows, prepare_rows
 from megaspan.human import UserError, format_bytes, format_seconds, format_tokens
-from megaspan.model import Levers, LoadedModel, adopt_model, levers, load_model, load_tokenizer, prepare, wrap_lora
+from megaspan.model import (
+    Levers,
+    LoadedModel,
+    adopt_model,
+    check_token_ids,
+    levers,
+    load_model,
+    load_tokenizer,
+    prepare,
+    wrap_lora,
+)
 from megaspan.plan import ModelFacts, Plan, choose, plan_command
 from megaspan.report import Line, check_trackers, flops_formula, model_flops
 from megaspan.trainer.schedule import Schedule
@@ -130,7 +140,17 @@ class Job:
             "rows_per_step": schedule.rows_per_step,
             "total_steps": schedule.total_steps,
             "order": schedule.seed if schedule.shuffled else "sequential",
+            "positions": [str(entry) for entry in self.loaded.rope_readback.entries],
+            "weights": str(self.saved_dtype()).removeprefix("torch."),
+            "adapter": self._adapter(),
         }
+
+    def _adapter(self) -> dict[str, Any] | None:
+        """What an adapter's shapes do not say."""
+        if not self.frozen:
+            return None
+        config = self.model.peft_config[self.model.active_adapter]
+        return {name: getattr(config, name) for name in ("r", "lora_alpha", "lora_dropout", "use_rslora")}
 
     def write_run_facts(self, schedule: Schedule, resumed: Path | None) -> None:
         """Writes what the run is made of into its folder: options, versions, hashes, seeds."""
@@ -161,8 +181,15 @@ class Job:
                 total += parameter.numel() * (12 if master else 2 * parameter.element_size())
         return total
 
-    def header(self, schedule: Schedule, precision: Line, rehearsal: store.Rehearsal, resumed: Path | None) -> list[Line]:
-        """What will really run, line by line, each with its reason."""
+    def header(
+        self,
+        schedule: Schedule,
+        precision: Line,
+        rehearsal: store.Rehearsal,
+        resumed: Path | None,
+        changed: Mapping[str, tuple[Any, Any]],
+    ) -> list[Line]:
+        """What will really run, line by line, each with its reason; `changed`: options (before, now) of a resume."""
         facts, longest = self.facts, int(self.rows.lengths.max())
         rotary, *others = self.loaded.rope_readback.entries
         lines = [
@@ -194,6 +221,8 @@ class Job:
             lines.append(Line("loss", "nll", "the plain loss with all logits; newer TRL means the chunked one by this name"))
         if resumed:
             lines.append(Line("resumed", resumed.name, str(resumed)))
+        for name, (before, now) in changed.items():
+            lines.append(Line("resumed", f"{name}: {as_yaml(now)}", f"the run had {as_yaml(before)} so far", loud=True))
         return lines + [Line("unlike TRL", text) for text in differing_defaults(self.args)]
 
     @property
@@ -217,7 +246,7 @@ class Job:
 
 
 def set_up(
-    model: str | PreTrainedModel | None,
+    model: str | Path | PreTrainedModel | None,
     args: SFTConfig,
     train_dataset: Any,
     eval_dataset: Any,
@@ -229,8 +258,14 @@ def set_up(
     Raises:
         UserError: the options, the data, the model or the memory do not allow the run.
     """
-    if isinstance(model, str):
-        args = args.replace(model_name_or_path=model)
+    if isinstance(model, str | Path):
+        args = args.replace(model_name_or_path=str(model))
+    elif model is not None and not isinstance(model, PreTrainedModel):
+        raise UserError(
+            "SFTTrainer's model is neither a name nor a transformers model",
+            got=type(model).__name__,
+            do="Pass the transformers model itself; for LoRA the base model, and the LoraConfig as peft_config",
+        )
     given = model if isinstance(model, PreTrainedModel) else None
     if given is None and args.model_name_or_path is None:
         raise UserError(
@@ -275,15 +310,27 @@ def set_up(
 
 
 def _checked(rows: Rows, loaded: LoadedModel) -> Rows:
-    """Token ids beyond the embedding table crash a GPU kernel with an assertion that names nothing."""
-    if rows.max_id >= loaded.facts.vocab:
-        raise UserError(
-            "a row holds a token that the model does not know",
-            got=rows.max_id,
-            allowed=f"0 to {loaded.facts.vocab - 1:,}",
-            do="Prepare the data with the model's own tokenizer",
-        )
+    check_token_ids(rows.max_id, loaded.facts.vocab)
     return rows
+
+
+def update_options(args: SFTConfig) -> dict[str, Any]:
+    """The options that shape an update and may be changed at a resume: said then, since the run is another from there on."""
+    return {name: getattr(args, name) for name in _OF_THE_UPDATE}
+
+
+_OF_THE_UPDATE = (
+    "learning_rate",
+    "lr_scheduler_type",
+    "lr_scheduler_kwargs",
+    "warmup_steps",
+    "warmup_ratio",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+    "max_grad_norm",
+)
 
 
 def _kept(args: SFTConfig) -> str:

@@ -12,10 +12,13 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from megaspan.config import SFTConfig
 from megaspan.optimizer import Optimizer
 from megaspan.report import Metrics, Progress
+from megaspan.store import random_state, restore_random_state
 from megaspan.trainer.callbacks import Callbacks
 from megaspan.trainer.interrupt import Interrupted, Interrupts
 from megaspan.trainer.job import Job
@@ -29,7 +32,7 @@ class Loop:
 
     Attributes:
         evaluate: measures the held-out rows and returns named values.
-        save: writes a complete checkpoint of the state as it stands.
+        save: writes a complete checkpoint of the state as it stands and returns its path.
     """
 
     args: SFTConfig
@@ -41,7 +44,7 @@ class Loop:
     progress: Progress
     interrupts: Interrupts
     evaluate: Callable[[], dict[str, float]]
-    save: Callable[[], None]
+    save: Callable[[], Path]
 
     def run(self) -> None:
         """Trains; on a signal, saves the last complete step and raises `Interrupted`."""
@@ -49,25 +52,32 @@ class Loop:
         self._unlogged, self._all = Sums(), Sums()
         self._lengths: list[int] = []
         self._saved_at = self._logged_at = time.monotonic()
+        self._checkpoint: tuple[int, Path] | None = None  # the step that was saved last by this call, and where
+        self._drawn_before: dict[str, Any] | None = None  # random states when the open step began
         self._accumulator = Accumulator(self.job.model, self.job.device)
         self.job.watch_layers(self._layer)
         self.job.model.train()
+        self.callbacks.control.should_training_stop = False
         self.callbacks.call("on_train_begin")
         try:
             while state.global_step < self.schedule.total_steps and not self.callbacks.control.should_training_stop:
+                self._drawn_before = random_state()
                 if state.global_step % steps_per_epoch == 0:
                     self.callbacks.call("on_epoch_begin")
                 self.callbacks.begin_step()
                 self._step(state.global_step)
+                self._drawn_before = None
                 self.callbacks.call("on_step_end")
                 if state.global_step % steps_per_epoch == 0:
                     self.callbacks.call("on_epoch_end")
                 self._log_evaluate_save()
-        except Interrupted:
+        except Interrupted as interrupted:
             self.job.discard_step()
             self.optimizer.zero_grad()
-            self.progress.phase("saving")
-            self.save()
+            if self._drawn_before is not None:  # the resumed step must draw the dropout masks that the abandoned one has drawn
+                restore_random_state(self._drawn_before)
+            path = self._save()
+            interrupted.add_note(f"{path} is complete; --resume_from_checkpoint true continues from step {state.global_step}")
             raise
         finally:
             self.job.watch_layers(None)
@@ -136,10 +146,17 @@ class Loop:
             self._log(self.evaluate() | {"epoch": round(state.epoch, 4)})
             self._logged_at = time.monotonic()
         if control.should_save or self._save_is_due():
-            self.progress.phase("saving")
-            self.save()
+            self._save()
             self.callbacks.call("on_save")
             self._saved_at = self._logged_at = time.monotonic()
+
+    def _save(self) -> Path:
+        """The checkpoint of the last complete step; written unless it is there, since at 8B it is 115 GB."""
+        step = self.callbacks.state.global_step
+        if self._checkpoint is None or self._checkpoint[0] != step:
+            self.progress.phase("saving")
+            self._checkpoint = (step, self.save())
+        return self._checkpoint[1]
 
     def _save_is_due(self) -> bool:
         """`save_minutes` have gone by since the last checkpoint."""

@@ -20,9 +20,9 @@ from megaspan.config import SFTConfig
 from megaspan.human import UserError
 from megaspan.optimizer import Optimizer
 from megaspan.report import Line, Metrics, Progress, print_header
-from megaspan.trainer.callbacks import Callbacks
-from megaspan.trainer.interrupt import Interrupts
-from megaspan.trainer.job import Job, refuse_parameters, set_up
+from megaspan.trainer.callbacks import Callbacks, check_callback
+from megaspan.trainer.interrupt import Interrupted, Interrupts
+from megaspan.trainer.job import Job, refuse_parameters, set_up, update_options
 from megaspan.trainer.loop import Loop
 from megaspan.trainer.schedule import Schedule
 from megaspan.trainer.step import Accumulator, Sums
@@ -48,7 +48,7 @@ class SFTTrainer:
 
     def __init__(
         self,
-        model: str | PreTrainedModel | None = None,
+        model: str | Path | PreTrainedModel | None = None,
         args: SFTConfig | None = None,
         data_collator: Any = None,
         train_dataset: Any = None,
@@ -95,6 +95,7 @@ class SFTTrainer:
 
     def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
         """Adds a callback, as in `transformers.Trainer`."""
+        check_callback(callback)
         self._callbacks.handler.add_callback(callback)
 
     def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainOutput:
@@ -104,12 +105,22 @@ class SFTTrainer:
             resume_from_checkpoint: a checkpoint folder, or True for the newest complete one of the run; None takes the option.
 
         Raises:
-            UserError: the checkpoint is not of this run, the folder holds another run, or the disk has no room.
+            UserError: the checkpoint is not of this run, the folder holds another run or one is at work there, the disk has no
+                room, or this trainer has trained before and is not told to resume.
             Interrupted: SIGINT or SIGTERM came; a complete checkpoint was left.
         """
+        with store.lock_run(self.args.output_dir):
+            return self._train(resume_from_checkpoint)
+
+    def _train(self, resume_from_checkpoint: str | bool | None) -> TrainOutput:
         args, job, state = self.args, self._job, self._callbacks.state
         wish = args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
         checkpoint = store.open_run(args.output_dir, wish)
+        if checkpoint is None and state.global_step > 0:
+            raise UserError(
+                f"this trainer has trained {state.global_step} steps already, and the state of its optimizer is gone",
+                do="Make a new SFTTrainer, or continue from a checkpoint: train(resume_from_checkpoint=True)",
+            )
         schedule = Schedule(
             rows=len(job.rows),
             rows_per_step=args.per_device_train_batch_size * args.gradient_accumulation_steps,
@@ -120,9 +131,12 @@ class SFTTrainer:
         )
         optimizer = Optimizer(self.model, args, schedule.total_steps)
         self._start_state(schedule, optimizer)
+        changed: dict[str, tuple[Any, Any]] = {}
         if checkpoint is not None:
             progress_saved = store.load_checkpoint(checkpoint, self.model, optimizer, identity=job.identity(schedule))
             self._restore_state(progress_saved)
+            before, now = progress_saved["options"], update_options(args)
+            changed = {name: (before.get(name), value) for name, value in now.items() if before.get(name) != value}
         rehearsal = store.rehearse_save(
             args.output_dir,
             model=self.model,
@@ -143,11 +157,13 @@ class SFTTrainer:
             rows_per_step=schedule.rows_per_step,
             memory=job.device_memory if job.device.type == "cuda" else None,
         )
-        print_header(job.header(schedule, Line("precision", optimizer.precision, optimizer.reason), rehearsal, checkpoint))
+        print_header(
+            job.header(schedule, Line("precision", optimizer.precision, optimizer.reason), rehearsal, checkpoint, changed)
+        )
         begun = time.monotonic()
 
-        def save() -> None:
-            store.save_checkpoint(
+        def save() -> Path:
+            return store.save_checkpoint(
                 args.output_dir,
                 model=self.model,
                 optimizer=optimizer,
@@ -230,6 +246,7 @@ class SFTTrainer:
             "num_tokens": state.num_input_tokens_seen,
             "log_history": state.log_history,
             "callbacks": self._callbacks.export_state(),
+            "options": update_options(self.args),
         }
 
     def _restore_state(self, saved: dict[str, Any]) -> None:
@@ -241,10 +258,17 @@ class SFTTrainer:
 
 def run(config: SFTConfig) -> dict[str, Any]:
     """The verb `megaspan train`: trains as `config` says and saves the final model; returns what a program wants to know."""
-    store.open_run(config.output_dir, config.resume_from_checkpoint)
+    with store.lock_run(config.output_dir):
+        store.open_run(config.output_dir, config.resume_from_checkpoint)
     trainer = SFTTrainer(args=config)
     output = trainer.train()
-    trainer.save_model()
+    with Interrupts() as interrupts:  # the training is done: a signal waits for the one thing that is left of it
+        trainer.save_model()
+    try:
+        interrupts.check()
+    except Interrupted as interrupted:
+        interrupted.add_note(f"the training was done, and {Path(config.output_dir) / store.FINAL} is complete")
+        raise
     result = {
         "steps": output.global_step,
         "loss": output.training_loss,
