@@ -217,12 +217,14 @@ class Streaming:
 
     def _run(self, index: int, family: Any, checkpointed: Callable[..., Any], function: Any, *args: Any) -> Any:
         """Runs one layer; `function` is its forward with all keyword arguments bound, `args` begins with the hidden states."""
+        layer = _layer_of(function)
+        if _hooks_inside(layer, function):
+            return self._inside_hooks(layer, index, family, checkpointed, function, *args)
         arguments = dict(getattr(function, "keywords", {}))
         x = args[0] if args else arguments.pop("hidden_states", None)
-        layer = _layer_of(function)
         if not torch.is_grad_enabled():
             return checkpointed(function, *args)
-        if len(args) > 1 or not _known_call(layer, function, x, arguments):
+        if len(args) > 1 or not _known_call(layer, x, arguments):
             self._counts.passed_on += 1
             return checkpointed(function, *args)
         if index == self._streamed()[0]:
@@ -250,10 +252,34 @@ class Streaming:
                 keeper.start_row(moved)
         return _with_hooks(inputs, outputs, not self._moves(index), functools.partial(run, x))
 
+    def _inside_hooks(
+        self, layer: Any, index: int, family: Any, checkpointed: Callable[..., Any], function: Any, *args: Any
+    ) -> Any:
+        """Calls the layer with its hooks (those that gather a sharded layer's weights), around a forward that streams."""
+        own = layer.forward
+
+        def forward(*inner: Any, **arguments: Any) -> Any:
+            return self._run(index, family, checkpointed, functools.partial(own, **arguments), *inner)
+
+        before = layer.__dict__.get("forward")
+        layer.__dict__["forward"] = forward
+        try:
+            return function(*args)
+        finally:
+            layer.__dict__.pop("forward")
+            if before is not None:
+                layer.__dict__["forward"] = before
+
 
 def _layer_of(function: Any) -> Any:
     """The layer whose forward this is; not one remembered from `install`, for a deep copy of the model runs its own layers."""
     return function.args[0] if function.args else function.func.__self__
+
+
+def _hooks_inside(layer: Any, function: Any) -> bool:
+    """Whether the layer's hooks are still to run: transformers 5.17 binds `__call__`, which runs them, 5.24 binds `forward`."""
+    name = getattr(getattr(function, "func", None), "__name__", "")
+    return name in ("__call__", "_wrapped_call_impl") and bool(layer._forward_hooks or layer._forward_pre_hooks)
 
 
 def _asks_for_more(layer: Any) -> str | None:
@@ -263,16 +289,12 @@ def _asks_for_more(layer: Any) -> str | None:
     return f"its configuration asks for {', '.join(wanted)}" if wanted else None
 
 
-def _known_call(layer: Any, function: Any, x: Any, arguments: dict[str, Any]) -> bool:
+def _known_call(layer: Any, x: Any, arguments: dict[str, Any]) -> bool:
     """Whether this call is a layer's plain training forward, which is all that the streamed layer computes."""
-    bound = getattr(function, "func", None)
-    # transformers 5.17 binds `__call__`, whose hooks would not run; 5.24 binds `forward`, around which they have run.
-    hooked = getattr(bound, "__name__", "") == "__call__" and (layer._forward_hooks or layer._forward_pre_hooks)
     tables = arguments.get("position_embeddings")
     return (
         isinstance(x, Tensor)
         and x.ndim == 3
-        and not hooked
         and isinstance(tables, tuple)
         and all(isinstance(table, Tensor) and table.shape[-2] == x.shape[1] for table in tables)
         and all(arguments.get(name) is None for name in _CACHES)
