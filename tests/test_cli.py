@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -225,6 +226,17 @@ def test_every_kind_of_failure_has_its_exit_code(verb, config, capsys, error, co
     for sentence in sentences:
         assert sentence in shown
     assert ("Traceback" in shown) == (code == 1)
+
+
+def test_sigterm_outside_the_training_loop_is_a_sentence_too(verb, config, capsys):
+    """While the text is read or the weights are loaded: a scheduler's log says why the job ended, and programs get JSON."""
+    before = signal.getsignal(signal.SIGTERM)
+    verb("megaspan.trainer", run=lambda config: os.kill(os.getpid(), signal.SIGTERM))
+    assert cli.main(["train", config, "--json"]) == 143
+    captured = capsys.readouterr()
+    assert json.loads(captured.out) == {"exit_code": 143, "errors": ["interrupted by SIGTERM"]}
+    assert captured.err == "megaspan: interrupted by SIGTERM\n"
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_torch_s_own_out_of_memory_error_is_recognised(verb, config, capsys):

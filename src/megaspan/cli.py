@@ -14,9 +14,11 @@ import os
 import signal
 import sys
 import textwrap
+import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 from megaspan.human import UserError, UserErrors, missing_extra, nearest
@@ -150,7 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         # Libraries print where they like; only the result may reach stdout. What `data` prints is its result.
         quiet = as_json or arguments[:1] != ["data"]
-        with contextlib.redirect_stdout(sys.stderr) if quiet else contextlib.nullcontext():
+        with _hearing_sigterm(), contextlib.redirect_stdout(sys.stderr) if quiet else contextlib.nullcontext():
             result = _run(arguments)
     except (Exception, KeyboardInterrupt) as error:
         result = _failure(error)
@@ -232,6 +234,32 @@ def _one_process(call: Call) -> None:
 # Failures
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM came outside the training loop, which answers signals itself."""
+
+    signum = signal.SIGTERM
+
+
+@contextlib.contextmanager
+def _hearing_sigterm() -> Iterator[None]:
+    """Makes a scheduler's SIGTERM end any phase as Ctrl-C does, with a sentence and 143; its default ends without a word."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+    process = os.getpid()
+
+    def end(signum: int, frame: FrameType | None) -> None:
+        if os.getpid() != process:  # a worker that was forked off ends as it would have
+            os._exit(128 + signum)
+        raise Terminated
+
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 def _failure(error: BaseException) -> Result:
     """Says on stderr what went wrong; the result holds the exit code and, for programs, the sentences."""
     code, sentences = _judge(error)
@@ -253,7 +281,7 @@ def _judge(error: BaseException) -> tuple[int, list[str]]:
     if _is_out_of_memory(error):
         first = (str(error).strip().splitlines() or ["no memory left on the host"])[0]
         return OUT_OF_MEMORY, [f"out of memory: {first}", *notes, "megaspan plan with this file shows what fits"]
-    signum = signal.SIGINT if isinstance(error, KeyboardInterrupt) else getattr(error, "signum", None)
+    signum = getattr(error, "signum", signal.SIGINT if isinstance(error, KeyboardInterrupt) else None)
     if signum is not None:
         return 128 + int(signum), [f"interrupted by {signal.Signals(signum).name}", *notes]
     return FAILED, [f"{type(error).__name__}: {error}", *notes]

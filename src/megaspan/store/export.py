@@ -155,6 +155,11 @@ def _load_adapter(folder: Path) -> Any:
     from peft import PeftModel
     from transformers import AutoConfig
 
+    if not (folder / "megaspan.json").is_file() or not (folder / "base").is_dir():
+        raise UserError(
+            f"{folder} is an adapter that megaspan did not save, and says nothing of its base's rope settings",
+            do="Merge it with peft's own merge_and_unload",
+        )
     facts, config = json.loads((folder / "megaspan.json").read_text()), AutoConfig.from_pretrained(folder / "base")
     config.get_text_config().vocab_size = facts["vocab_size"]
     return PeftModel.from_pretrained(_load_base(facts, config), str(folder))
