@@ -124,6 +124,6 @@ def test_a_damaged_checkpoint_is_not_exported(tmp_path):
 
 
 def test_an_adapter_of_another_program_is_refused_with_a_sentence(tmp_path):
-    lora(tiny("llama")).save_pretrained(tmp_path / "stock")
+    lora(save_model_folder(tmp_path / "base")).save_pretrained(tmp_path / "stock")
     with pytest.raises(UserError, match="an adapter that megaspan did not save"):
         export(tmp_path / "stock", tmp_path / "out", merge=True)
