@@ -154,7 +154,7 @@ def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def assert_same_gradients(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], tolerance: float = 1e-5) -> None:
-    """Each gradient within `tolerance` relative L2, with a floor of 1e-7 of the global gradient norm (design section 6, P1)."""
+    """Each gradient within `tolerance` relative L2, with a floor of 1e-7 of the global gradient norm (P1)."""
     assert got.keys() == want.keys()
     floor = 1e-7 * sum(float(tensor.double().square().sum()) for tensor in want.values()) ** 0.5
     assert floor > 0

@@ -168,7 +168,7 @@ def at_32k():
 @pytest.mark.parametrize("kernel", [kernel for kernel in GPU_KERNELS if kernel.name != TiledMath.name], ids=lambda k: k.name)
 @pytest.mark.parametrize("group", [None, 2])
 def test_bf16_at_32k_is_as_near_to_fp32_as_plain_bf16(kernel, group, at_32k):
-    """P1 on the GPU (design section 6): all gradients within 1.5 x plain bf16's distance, each within 2 x or 2**-8."""
+    """P1 on the GPU: all gradients within 1.5 x plain bf16's distance, each within 2 x or 2**-8."""
     ids, model, want, plain = at_32k
     ours = copy.deepcopy(model)
     stream(ours, (kernel,), tile_tokens=5000, kv_heads_per_call=group, offload=True)

@@ -43,6 +43,17 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(tmp_path, model_folder)
     assert [e["loss"] for e in second.state.log_history] == [e["loss"] for e in whole.state.log_history]
 
 
+def test_a_mean_over_several_steps_survives_a_resume(tmp_path, model_folder):  # noqa: F811
+    """With logging_steps 3 and a checkpoint at step 4, the line of step 6 is over steps 4 to 6, resumed or not."""
+    options = {"max_steps": 6, "logging_steps": 3, "save_strategy": "steps", "save_steps": 4}
+    whole = trainer(model_folder, tmp_path / "whole", DATA, **options)
+    whole.train()
+    resumed = trainer(model_folder, tmp_path / "other", DATA, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4"))
+    assert logged(tmp_path / "other")[-1] == logged(tmp_path / "whole")[-1]
+    assert logged(tmp_path / "whole")[-1]["step"] == 6
+
+
 def test_lora_dropout_resumes_exactly(tmp_path, model_folder):  # noqa: F811
     """The random state is part of a checkpoint."""
     options = {"max_steps": 4, "use_peft": True, "lora_r": 4, "lora_dropout": 0.3, "save_strategy": "steps"}

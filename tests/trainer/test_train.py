@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, TrainerCallback, get_scheduler
+from transformers import AutoModelForCausalLM, EarlyStoppingCallback, TrainerCallback, get_scheduler
 
 from megaspan import SFTTrainer
 from megaspan.human import UserError
@@ -165,6 +165,18 @@ def test_metrics_are_means_over_the_tokens_of_the_loss(tmp_path, model_folder): 
     entry = logged(tmp_path)[0]
     assert entry["entropy"] == pytest.approx(entropy, rel=1e-5)
     assert entry["mean_token_accuracy"] == pytest.approx(right)
+
+
+def test_early_stopping_of_transformers_stops(tmp_path, model_folder):  # noqa: F811
+    """A callback written for transformers works: the held-out loss does not improve at a learning rate of 0."""
+    data = documents([20] * 6)
+    run = trainer(
+        model_folder, tmp_path, data, eval_dataset=data[:2], learning_rate=0.0, num_train_epochs=2, eval_strategy="steps",
+        eval_steps=1, callbacks=[EarlyStoppingCallback(early_stopping_patience=2)],
+    )  # fmt: skip
+    run.train()
+    assert run.state.global_step == 3
+    assert run.state.best_global_step == 1
 
 
 def test_parameters_of_trls_trainer_are_refused_by_name(tmp_path, model_folder):  # noqa: F811

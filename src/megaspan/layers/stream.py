@@ -9,7 +9,7 @@ per tile, the second half again with a graph, back through it to dO; q, k, v aga
   whole row from the kept `O` and log-sum-exp; per tile, the first half again with a graph, back through it.
 
 Each tile's graph is torch's own over the live modules, so adapters, biases, frozen weights and any activation need no formula.
-Source: design section 4; the tiling of token-wise work is that of ALST (arXiv 2506.13996), keeping O that of FlashAttention.
+Source: the tiling of token-wise work is that of ALST (arXiv 2506.13996), keeping O that of FlashAttention.
 """
 
 from __future__ import annotations

@@ -54,6 +54,13 @@ class Callbacks:
         self.control.should_save = self.control.should_evaluate = self.control.should_log = False
         self.call("on_step_begin")
 
+    def evaluated(self, metrics: dict[str, float]) -> None:
+        """Held-out metrics are there: callbacks see them beside the best so far, which is updated afterwards, as transformers does."""
+        self.call("on_evaluate", metrics=metrics)
+        loss = metrics.get("eval_loss")
+        if loss is not None and (self.state.best_metric is None or loss < self.state.best_metric):
+            self.state.best_metric, self.state.best_global_step = loss, self.state.global_step
+
     def export_state(self) -> dict[str, Any]:
         """State of callbacks that have one (early stopping), for a checkpoint."""
         return {type(callback).__name__: callback.state() for callback in self._stateful()}
@@ -89,4 +96,6 @@ def training_arguments(config: SFTConfig) -> TrainingArguments:
     # transformers 5.24 renamed it and warns of the old name even where nobody has set it.
     checkpointing = "activation_checkpointing" if "activation_checkpointing" in known else "gradient_checkpointing"
     shared[checkpointing] = config.gradient_checkpointing
+    # What "best" means to early stopping: megaspan has no other metric than the held-out loss.
+    shared |= {"metric_for_best_model": "eval_loss", "greater_is_better": False}
     return TrainingArguments(output_dir=config.output_dir, report_to="none", use_cpu=True, bf16=False, **shared)

@@ -108,12 +108,12 @@ class Job:
             return 0, 0
         return torch.cuda.memory_allocated(self.device), torch.cuda.max_memory_allocated(self.device)
 
-    def speed(self, tokens: int, row_lengths: Sequence[int], seconds: float) -> dict[str, float]:
+    def speed(self, row_lengths: Sequence[int], seconds: float) -> dict[str, float]:
         """Tokens and model TFLOP per second over rows of `row_lengths` tokens that took `seconds`, and the peaks of memory."""
         flops = model_flops(self.facts, row_lengths, frozen=self.frozen)
         return {
             "step_seconds": seconds,
-            "tokens_per_second": tokens / seconds,
+            "tokens_per_second": sum(row_lengths) / seconds,
             "model_tflops": flops / seconds / 1e12,
             "peak_device_bytes": float(self.device_memory()[1]),
             "peak_host_bytes": float(world.peak_host_bytes()),

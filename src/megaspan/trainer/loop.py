@@ -33,6 +33,7 @@ class Loop:
     Attributes:
         evaluate: measures the held-out rows and returns named values.
         save: writes a complete checkpoint of the state as it stands and returns its path.
+        unlogged: totals since the last log line, part of a checkpoint.
     """
 
     args: SFTConfig
@@ -45,11 +46,12 @@ class Loop:
     interrupts: Interrupts
     evaluate: Callable[[], dict[str, float]]
     save: Callable[[], Path]
+    unlogged: Sums
 
     def run(self) -> None:
         """Trains; on a signal, saves the last complete step and raises `Interrupted`."""
         state, steps_per_epoch = self.callbacks.state, self.schedule.steps_per_epoch
-        self._unlogged, self._all = Sums(), Sums()
+        self._all = Sums()
         self._lengths: list[int] = []
         self._saved_at = self._logged_at = time.monotonic()
         self._checkpoint: tuple[int, Path] | None = None  # the step that was saved last by this call, and where
@@ -103,7 +105,7 @@ class Loop:
         self.callbacks.call("on_optimizer_step")
         self.optimizer.zero_grad()
         self.job.synchronize()
-        self._unlogged.add(sums)
+        self.unlogged.add(sums)
         self._all.add(sums)
         self._lengths += [len(row.input_ids) for row in rows]
         state = self.callbacks.state
@@ -133,15 +135,16 @@ class Loop:
         control, state = self.callbacks.control, self.callbacks.state
         if control.should_log:
             now = time.monotonic()
-            entry = self._unlogged.means() | {
+            entry = self.unlogged.means() | {
                 "grad_norm": self._norm,
                 "learning_rate": self._learning_rate,
                 "num_tokens": float(state.num_input_tokens_seen),
                 "epoch": round(state.epoch, 4),
             }
-            entry |= self.job.speed(self._unlogged.tokens, self._lengths, now - self._logged_at)
+            entry |= self.job.speed(self._lengths, now - self._logged_at)
             self._log(entry)
-            self._unlogged, self._lengths, self._logged_at = Sums(), [], now
+            self.unlogged.clear()
+            self._lengths, self._logged_at = [], now
         if control.should_evaluate:
             self._log(self.evaluate() | {"epoch": round(state.epoch, 4)})
             self._logged_at = time.monotonic()

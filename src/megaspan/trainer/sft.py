@@ -7,6 +7,7 @@ the next layer, a resume reads nothing twice.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -86,6 +87,7 @@ class SFTTrainer:
         self.model, self.processing_class = self._job.model, self._job.tokenizer
         self.train_dataset, self.eval_dataset = self._job.rows, self._job.eval_rows
         self._callbacks = Callbacks(self.args, callbacks, self.model, self.processing_class)
+        self._unlogged = Sums()
         self._callbacks.call("on_init_end")
 
     @property
@@ -185,6 +187,7 @@ class SFTTrainer:
                 interrupts,
                 evaluate=self._evaluate,
                 save=save,
+                unlogged=self._unlogged,
             )
             loop.run()
         seconds = time.monotonic() - begun
@@ -226,7 +229,7 @@ class SFTTrainer:
             self.model.train(training)
         values = total.means() | {"runtime": time.monotonic() - begun, "num_tokens": float(total.tokens)}
         metrics = {f"{prefix}_{name}": value for name, value in values.items()}
-        self._callbacks.call("on_evaluate", metrics=metrics)
+        self._callbacks.evaluated(metrics)
         return metrics
 
     def _start_state(self, schedule: Schedule, optimizer: Optimizer) -> None:
@@ -247,6 +250,8 @@ class SFTTrainer:
             "log_history": state.log_history,
             "callbacks": self._callbacks.export_state(),
             "options": update_options(self.args),
+            "best": [state.best_metric, state.best_global_step],
+            "unlogged": dataclasses.asdict(self._unlogged),
         }
 
     def _restore_state(self, saved: dict[str, Any]) -> None:
@@ -254,6 +259,8 @@ class SFTTrainer:
         state.global_step, state.epoch = saved["step"], saved["epoch"]
         state.num_input_tokens_seen, state.log_history = saved["num_tokens"], saved["log_history"]
         self._callbacks.load_state(saved["callbacks"])
+        state.best_metric, state.best_global_step = saved["best"]
+        self._unlogged = Sums(**saved["unlogged"])
 
 
 def run(config: SFTConfig) -> dict[str, Any]:

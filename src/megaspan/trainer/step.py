@@ -45,6 +45,10 @@ class Sums:
         self.trained += other.trained
         self.tokens += other.tokens
 
+    def clear(self) -> None:
+        """Back to zero."""
+        self.loss, self.correct, self.entropy, self.trained, self.tokens = 0.0, 0, 0.0, 0, 0
+
     def means(self) -> dict[str, float]:
         """`loss`, `mean_token_accuracy` and `entropy` per trained token; a run of masked rows has none of them."""
         if self.trained == 0:
