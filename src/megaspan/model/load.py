@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
 
 from megaspan.human import UserError
 from megaspan.model.kinds import check_trainable, unwrap
@@ -213,6 +217,19 @@ def _random_model(model_config: PretrainedConfig, device: torch.device, dtype: t
         return AutoModelForCausalLM.from_config(copy.deepcopy(model_config), dtype=dtype)
 
 
+@contextmanager
+def _bar_on_terminals_only() -> Iterator[None]:
+    """transformers draws a bar while it reads weights: welcome for 16 GB on a terminal, noise in a log file."""
+    hidden = transformers_logging.is_progress_bar_enabled() and not sys.stderr.isatty()
+    if hidden:
+        transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if hidden:
+            transformers_logging.enable_progress_bar()
+
+
 def _pretrained_model(
     source: Source, model_config: PretrainedConfig, device: torch.device, dtype: torch.dtype, trust_remote_code: bool
 ) -> tuple[PreTrainedModel, int]:
@@ -220,16 +237,17 @@ def _pretrained_model(
     # With accelerate, transformers reads every tensor straight onto the device; without, the host holds the model once.
     direct = device.type != "cpu" and importlib.util.find_spec("accelerate") is not None
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            source.place,
-            config=copy.deepcopy(model_config),
-            revision=getattr(model_config, "_commit_hash", None) or source.revision or "main",
-            dtype=dtype,
-            use_safetensors=True,
-            trust_remote_code=trust_remote_code,
-            output_loading_info=True,
-            **({"device_map": {"": device}} if direct else {}),
-        )
+        with _bar_on_terminals_only():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                source.place,
+                config=copy.deepcopy(model_config),
+                revision=getattr(model_config, "_commit_hash", None) or source.revision or "main",
+                dtype=dtype,
+                use_safetensors=True,
+                trust_remote_code=trust_remote_code,
+                output_loading_info=True,
+                **({"device_map": {"": device}} if direct else {}),
+            )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise

@@ -107,11 +107,11 @@ class Levers:
 
     def _streaming(self) -> str:
         """How the streamed layers work, in words."""
-        tiles = f"tiles of {self.plan.layer_tile_tokens:,} tokens"
-        heads = f", {self.plan.kv_heads_per_call} KV heads a call in attention's backward" if self.plan.kv_heads_per_call else ""
-        again = self.plan.model.layers - self.plan.keep_outputs
-        once = "attention runs forward once" if again <= 0 else f"attention runs forward twice in {again} layers, once in the others"
-        return f"{once}; {tiles}{heads}"
+        plan = self.plan
+        again = plan.model.layers - plan.keep_outputs
+        times = "once" if again <= 0 else f"twice in {again} layers, once in the others"
+        heads = f", {plan.kv_heads_per_call} KV heads a call in attention's backward" if plan.kv_heads_per_call else ""
+        return f"attention runs forward {times}; tiles of {plan.layer_tile_tokens:,} tokens{heads}"
 
 
 def prepare(model: Model, args: SFTConfig, plan: Plan | None = None, *, on_layer: OnLayer | None = None) -> Model:

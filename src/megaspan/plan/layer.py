@@ -136,7 +136,9 @@ def streamed_layer_parts(facts: ModelFacts, layer: LayerBytes, s: Settings, para
         "MLP": [*common, Part("one tile: MLP", n * mlp, place, f"{n:,} tokens x (norms, {layer.formulas[1]})")],
         "attention": [*common, row],
         "projections": [
-            *common,
+            # The gradient of attention's output is let go once those of q, k and v are there.
+            Part("one layer: gradients of the row", t * c * 2 * e, place, f"t x {c}·2·E of input and output"),
+            common[1],
             Part("one layer: gradients of q, k, v", t * qkv * c, place, f"t x {c}·(Q + 2·K)"),
             Part(
                 "one tile: projections", n * projections, place, f"{n:,} tokens x {projections:,} B of q, k, v and their norms"

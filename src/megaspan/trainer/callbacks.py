@@ -23,11 +23,12 @@ _SET_HERE = {
     "bf16",
     "report_to",
     "use_cpu",
-    "fp16",
-    "tf32",
     "full_determinism",
     "resume_from_checkpoint",
     "disable_tqdm",
+    "warmup_ratio",
+    "gradient_checkpointing",
+    "gradient_checkpointing_kwargs",
 }
 
 
@@ -55,7 +56,7 @@ class Callbacks:
         self.call("on_step_begin")
 
     def evaluated(self, metrics: dict[str, float]) -> None:
-        """Held-out metrics are there: callbacks see them beside the best so far, which is updated afterwards, as transformers does."""
+        """Tells callbacks of held-out metrics beside the best so far, which is updated afterwards, as in transformers."""
         self.call("on_evaluate", metrics=metrics)
         loss = metrics.get("eval_loss")
         if loss is not None and (self.state.best_metric is None or loss < self.state.best_metric):
