@@ -78,7 +78,7 @@ def test_masters_keep_what_bf16_weights_lose(tmp_path: Path) -> None:
         losses = [entry["loss"] for entry in logged(tmp_path / f"run-{dtype}")]
         assert all(loss == pytest.approx(losses[0], rel=0.05) for loss in losses)
     print(json.dumps({"weights that changed": {str(name): count for name, count in moved.items()}}))
-    assert moved[None] > 0
+    assert moved[None] > moved["bfloat16"]
 
 
 def test_an_adapter_trains_and_stock_peft_loads_it(tmp_path: Path) -> None:
