@@ -43,9 +43,7 @@ def main() -> None:
     print(f"{'position':>15}" + "".join(f"{name:>16}" for name in results) + "    perplexity")
     for spans in zip(*(result["positions"] for result in results.values()), strict=True):
         print(f"{spans[0]['start']:>7,}–{spans[0]['stop']:>7,}" + "".join(f"{span['perplexity']:>16.1f}" for span in spans))
-    curves = {
-        name: [(span["start"], span["loss"]) for span in result["positions"]] for name, result in results.items()
-    }
+    curves = {name: [(span["start"], span["loss"]) for span in result["positions"]] for name, result in results.items()}
     print(f"picture: {plot_positions(curves, BUILD / 'positions.png', native_window=WINDOW)}")
 
 
