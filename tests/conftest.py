@@ -1,4 +1,11 @@
-"""For all tests: one thread a process, since the tensors are tiny and `pytest -n 2` has a process for each core."""
+"""For all tests: one thread a process, since the tensors are tiny and `pytest -n 2` has a process for each core.
+
+The variable is for processes that tests start: two of them with two spinning threads each are ten times as slow on two cores.
+"""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 

@@ -124,7 +124,7 @@ def test_the_command_line_exits_143_and_resumes(tmp_path, model_folder):  # noqa
         dataset_name: {tmp_path / "text.txt"}
         output_dir: {tmp_path / "run"}
         max_length: 40
-        max_steps: 400
+        max_steps: 80
         allow_past_window: true
         """)
     )
@@ -147,9 +147,9 @@ def test_the_command_line_exits_143_and_resumes(tmp_path, model_folder):  # noqa
     )
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
-    assert result["steps"] == 400
+    assert result["steps"] == 80
     steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
-    assert steps == list(range(1, 401))
+    assert steps == list(range(1, 81))
     AutoModelForCausalLM.from_pretrained(result["model"])
 
 
