@@ -23,7 +23,7 @@ demo-yarn: $(READY)  ## loss by position past a real model's window, with and wi
 	$(BIN)/python examples/demo/yarn.py
 
 test: $(READY)  ## the CPU tests
-	$(BIN)/python -m pytest -n 2 -m "not gpu and not full"
+	$(BIN)/python -m pytest -n 2 -m "not gpu and not full" $(TESTS)
 
 test-all: $(READY)  ## the CPU tests with the full cross of levers
 	$(BIN)/python -m pytest -n 2 -m "not gpu"
@@ -31,7 +31,7 @@ test-all: $(READY)  ## the CPU tests with the full cross of levers
 test-gpu: $(READY)  ## the tests that need an NVIDIA GPU
 	$(BIN)/python -m pytest -m gpu
 
-test-oldest:  ## the CPU tests with the oldest supported transformers, in .venv-oldest
+test-oldest:  ## the CPU tests with the oldest supported transformers, in .venv-oldest (TESTS=tests/parity for a part)
 	$(MAKE) test VENV=.venv-oldest PINS="$(PINS) -c constraints-oldest.txt"
 
 lint: $(READY)  ## ruff, mypy and the import rules
