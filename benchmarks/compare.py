@@ -20,6 +20,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megaspan.human import format_bytes, format_tokens, parse_bytes, parse_tokens
 from megaspan.plan.seconds import has_flash4
 
@@ -205,6 +207,9 @@ def environment() -> dict[str, str]:
 def main(given: list[str] | None = None) -> int:
     """Run every case and print the table; 1 when megaspan itself failed."""
     args = arguments(given)
+    if not args.tiny and not torch.cuda.is_available():
+        print("benchmarks.compare: there is no GPU here; --tiny tries the code on the CPU", file=sys.stderr)
+        return 2
     outcomes = []
     for name, case in cases(args):
         print(f"{name}, {format_tokens(case['tokens'])} tokens …", file=sys.stderr, flush=True)

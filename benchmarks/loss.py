@@ -76,6 +76,9 @@ def product_rate(device: torch.device, dtype: torch.dtype, hidden: int, vocab: i
 def main(given: list[str] | None = None) -> int:
     """Measure every tile and print the table."""
     args = arguments(given)
+    if not args.tiny and not torch.cuda.is_available():
+        print("benchmarks.loss: there is no GPU here; --tiny tries the code on the CPU", file=sys.stderr)
+        return 2
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     torch.manual_seed(0)

@@ -7,6 +7,7 @@ It is the command that trains an 8B model on a GPU; only the model is small.
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +26,7 @@ def main() -> int:
     book = king_james_bible()
     print(f"the book: {book} ({book.stat().st_size:,} bytes)", file=sys.stderr)
     make_model(BUILD / "model", book.read_text())
+    shutil.rmtree(BUILD / "run", ignore_errors=True)  # of an earlier demo: a run is never overwritten unasked
     command = ["train", str(HERE / "demo.yaml"), "--dataset_name", str(book)]
     print(f"megaspan {' '.join(command)}", file=sys.stderr)
     return subprocess.run([sys.executable, "-m", "megaspan", *command], check=False).returncode

@@ -162,6 +162,11 @@ def _config_of(what: str, flags: list[str]) -> SFTConfig:
                 f"{path} holds no finished model",
                 do=f"Export a checkpoint first: megaspan export {path} OUT; then megaspan eval OUT",
             )
+        if (model / "adapter_config.json").is_file():
+            raise UserError(
+                f"{path} trained an adapter, which is evaluated inside its base model",
+                do=f"Merge it: megaspan export {path} OUT --merge; then megaspan eval OUT --dataset_name … --max_length …",
+            )
         return load_config(
             path / "config.yaml", [*_without_rope(path / "config.yaml"), "--model_name_or_path", str(model), *flags]
         )

@@ -105,7 +105,7 @@ OPTIONS = {
     "max_steps": st.sampled_from([-1, 1, 12]), "save_strategy": st.sampled_from(["no", "steps", "epoch"]),
     "gradient_checkpointing": st.booleans(), "report_to": st.sampled_from(["none", "wandb", ["tensorboard", "trackio"]]),
     "lr_scheduler_type": st.sampled_from(["linear", "cosine", "constant"]), "data_seed": st.none() | st.integers(0, 2**31),
-    "dataset_name": st.none() | st.text("abc0[]#:'", min_size=1), "memory_limit": st.none() | st.integers(1, 2**40),
+    "dataset_name": st.none() | st.text("abc0[]#:'", min_size=1), "memory_limit": st.none() | st.integers(2**20, 2**40),
     "datasets": st.none() | st.just([{"path": "x", "columns": ["text"]}]), "warmup_steps": st.sampled_from([0, 0.1, 5]),
 }  # fmt: skip
 

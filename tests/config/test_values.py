@@ -21,7 +21,8 @@ READ = [
 
 WRONG = [
     ("max_length", 0), ("max_length", -4), ("max_length", True), ("max_length", "12q"), ("max_length", 1.5),
-    ("max_length", [4]), ("memory_limit", "80 elephants"), ("learning_rate", "fast"), ("learning_rate", -1),
+    ("max_length", [4]), ("memory_limit", "80 elephants"), ("host_memory", 80),
+    ("learning_rate", "fast"), ("learning_rate", -1),
     ("learning_rate", float("nan")), ("learning_rate", float("inf")), ("learning_rate", True), ("max_steps", 0),
     ("max_steps", 1.5), ("max_steps", "many"), ("seed", -1), ("seed", None), ("warmup_steps", 1.5), ("warmup_steps", -1),
     ("warmup_ratio", 1.0), ("pad_to_multiple_of", 0), ("pad_to_multiple_of", "x"), ("report_to", ["wandb", "foo"]),

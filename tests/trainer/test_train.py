@@ -217,7 +217,7 @@ def test_a_row_with_a_token_that_the_model_lacks_is_refused_before_training(tmp_
 def test_random_weights_may_start_above_the_unigram_entropy_and_it_is_said(tmp_path, model_folder, capsys):  # noqa: F811
     """R52: the sign of wrong positions is one loud line."""
     trainer(model_folder, tmp_path, [{"input_ids": [7] * 30}], max_steps=1).train()
-    assert "above the text's unigram entropy" in capsys.readouterr().err
+    assert "above the unigram entropy of its rows" in capsys.readouterr().err
 
 
 def test_a_model_object_trains(tmp_path, model_folder):  # noqa: F811

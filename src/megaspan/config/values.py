@@ -122,6 +122,13 @@ def _warmup(value: Any) -> float:
     return number
 
 
+def _memory(value: Any) -> int:
+    size: int = _size(parse_bytes)(value)
+    if size < 2**20:  # 80, where 80GiB was meant
+        raise ValueError
+    return size
+
+
 def _whole(low: int) -> BeforeValidator:
     return BeforeValidator(_number(low, None, whole=True, open_low=False, open_high=False))
 
@@ -131,7 +138,7 @@ def _between(low: float | None, high: float | None, *, open_low: bool = False, o
 
 
 Tokens = Annotated[int, BeforeValidator(_size(parse_tokens)), Allowed("a number of tokens such as 131072, 128k or 1M")]
-Bytes = Annotated[int, BeforeValidator(_size(parse_bytes)), Allowed("a size such as 80GiB, 64GB or 512MiB")]
+Bytes = Annotated[int, BeforeValidator(_memory), Allowed("a size from 1MiB, such as 80GiB, 64GB or 512MiB")]
 Count = Annotated[int, _whole(1), Allowed("a whole number of at least 1")]
 One = Annotated[
     int,

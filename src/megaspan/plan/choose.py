@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from megaspan.human import UserError, format_bytes, format_tokens
 from megaspan.plan.adapter import adapter_size
-from megaspan.plan.cost import disk_parts, gradient_part, largest_allocation, loss_tile
+from megaspan.plan.cost import disk_parts, gradient_part, largest_allocation, loss_tile, memory
 from megaspan.plan.facts import Machine, ModelFacts, read_config
 from megaspan.plan.fit import Limits, can_fit, fit
 from megaspan.plan.levers import Lever, further, rescue, turns
@@ -241,6 +241,12 @@ def _layer_reasons(facts: ModelFacts, s: Settings) -> list[str]:
         grown = format_bytes(gradient_part(facts, s, layers).bytes)
         if s.keep_on_device == layers:
             reasons.append(f"offload moves nothing: what all {layers} layers keep fits where gradients ({grown}) come later")
+        elif s.keep_on_device and memory(facts, s).device_bytes > memory(facts, replace(s, keep_on_device=0)).device_bytes:
+            all_away = format_bytes(memory(facts, replace(s, keep_on_device=0)).host_bytes)
+            reasons.append(
+                f"what the last {s.keep_on_device} layers keep stays on the device for want of host memory: "
+                f"all of it away would take {all_away} of host memory (host_memory says what there is)"
+            )
         elif s.keep_on_device:
             reasons.append(
                 f"what the last {s.keep_on_device} layers keep stays on the device: gradients need its place only later"

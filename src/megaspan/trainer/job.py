@@ -120,7 +120,7 @@ class Job:
         }
 
     def judge_first_loss(self, loss: float, rows: Sequence[int]) -> str | None:
-        """A sentence when the first loss exceeds the text's unigram entropy, the sign of wrong positions (case R52)."""
+        """A sentence when the first loss exceeds the unigram entropy of its rows, the sign of wrong positions (case R52)."""
         lengths = self.rows.lengths[list(rows)]
         entropies = [self.rows.unigram_entropy(row) for row in rows]
         unigram = float((lengths * entropies).sum() / lengths.sum())
@@ -128,7 +128,7 @@ class Job:
             return None
         cause = "as random weights do" if self.loaded.random_weights else "so look at rope_parameters and at the tokenizer"
         return (
-            f"the first loss, {loss:.3f}, is above the text's unigram entropy, {unigram:.3f}: "
+            f"the first loss, {loss:.3f}, is above the unigram entropy of its rows, {unigram:.3f}: "
             f"the model predicts worse than word counts would, {cause}"
         )
 
@@ -198,7 +198,7 @@ class Job:
             Line(
                 "steps",
                 f"{schedule.total_steps}",
-                f"{schedule.rows_per_step} rows a step, {schedule.steps_per_epoch} steps an epoch",
+                f"rows a step: {schedule.rows_per_step}; steps an epoch: {schedule.steps_per_epoch}",
             ),
             precision,
             Line("positions", str(rotary), self.loaded.rope.reason),

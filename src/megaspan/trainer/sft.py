@@ -276,11 +276,12 @@ def run(config: SFTConfig) -> dict[str, Any]:
     except Interrupted as interrupted:
         interrupted.add_note(f"the training was done, and {Path(config.output_dir) / store.FINAL} is complete")
         raise
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     result = {
         "steps": output.global_step,
-        "loss": output.training_loss,
+        "last_loss": round(losses[-1], 4) if losses else None,
         "tokens": trainer.state.num_input_tokens_seen,
-        "seconds": output.metrics["train_runtime"],
+        "seconds": round(output.metrics["train_runtime"], 1),
         "model": str(Path(config.output_dir) / store.FINAL),
         "metrics": str(Path(config.output_dir) / "metrics.jsonl"),
     }
