@@ -95,3 +95,11 @@ def test_a_token_that_the_model_lacks_is_a_sentence(workplace):
     (workplace / "ids.jsonl").write_text('{"input_ids": [1, 2, 320]}\n')
     with pytest.raises(UserError, match="a token that the model does not know; got 320"):
         evaluate_command(str(workplace / "model"), ["--dataset_name", str(workplace / "ids.jsonl"), "--max_length", "40"])
+
+
+def test_an_adapters_run_is_told_to_merge_first(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "adapter_config.json").write_text("{}")
+    (tmp_path / "config.yaml").write_text("max_length: 64\n")
+    with pytest.raises(UserError, match="--merge"):
+        evaluate_command(str(tmp_path), [])

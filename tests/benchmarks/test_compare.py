@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import compare, loss
 
@@ -116,3 +117,9 @@ def test_the_loss_benchmark_runs_at_toy_size(tmp_path: Path, capsys: pytest.Capt
     written = json.loads(out.read_text())
     assert [case["tile"] for case in written["cases"]] == [128, 256, 0]
     assert all(case["seconds"] > 0 for case in written["cases"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without a GPU is the point")
+def test_without_a_gpu_it_says_so_at_once(capsys):
+    assert compare.main(["--tokens", "64"]) == 2
+    assert "no GPU" in capsys.readouterr().err
