@@ -223,4 +223,6 @@ def test_a_closed_arena_can_be_made_again() -> None:
             torch.ones(2**20, dtype=torch.uint8, device="cuda"), non_blocking=True
         )
         torch.cuda.synchronize()
+        assert arena.bytes >= 4 * 64 * 2**20
         arena.close()
+        assert arena.bytes == 0
