@@ -28,12 +28,14 @@ class Machine:
         device_bytes: its memory; 0 without a GPU.
         host_bytes: host memory, by cgroup where there is one.
         cores: processor cores.
+        host_source: where `host_bytes` came from, in words; empty where nobody asked the machine.
     """
 
     device_name: str
     device_bytes: int
     host_bytes: int
     cores: int
+    host_source: str = ""
 
 
 @dataclass(frozen=True)
