@@ -21,6 +21,9 @@ INERT_CASES = [
     ({"lr_scheduler_type": "constant", "warmup_ratio": 0.1}, "warmup_ratio"),
     ({"max_steps": 5, "num_train_epochs": 2}, "num_train_epochs"),
     ({"gradient_checkpointing": False, "gradient_checkpointing_kwargs": {"offload": True}}, "gradient_checkpointing_kwargs"),
+    ({"gradient_checkpointing_kwargs": {"offload": False}, "offload_folder": "/nvme"}, "offload_folder"),
+    ({"gradient_checkpointing": False, "offload_folder": "/nvme"}, "offload_folder"),
+    ({"allow_slow_disk": True}, "allow_slow_disk"),
     ({"train_sampling_strategy": "sequential", "data_seed": 1}, "data_seed"), ({"eval_steps": 5}, "eval_steps"),
     ({"logging_strategy": "epoch", "logging_steps": 5}, "logging_steps"),
     ({"save_strategy": "no", "save_steps": 5}, "save_steps"), ({"save_strategy": "no", "save_minutes": 5}, "save_minutes"),
@@ -45,6 +48,7 @@ LEGAL = [
     {"lr_scheduler_type": "constant"}, {"save_strategy": "epoch", "save_minutes": 10}, {"gradient_checkpointing": False},
     {"activation_checkpointing": True, "gradient_checkpointing": True}, {"warmup_ratio": 0.1},
     {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"num_decay_steps": 5}},
+    {"offload_folder": "/nvme"}, {"offload_folder": "/nvme", "allow_slow_disk": True},
     {"report_to": "wandb", "run_name": "a"}, {"save_minutes": None, "save_strategy": "no"},
 ]  # fmt: skip
 

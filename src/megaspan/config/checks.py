@@ -94,6 +94,20 @@ INERT: tuple[Inert, ...] = (
         ONE,
     ),
     Inert(
+        "offload_folder",
+        ("gradient_checkpointing", "gradient_checkpointing_kwargs"),
+        lambda c: not c.offload,
+        "where the layers' inputs never leave the GPU",
+        "Set gradient_checkpointing_kwargs: {offload: true} or remove it",
+    ),
+    Inert(
+        "allow_slow_disk",
+        ("offload_folder",),
+        lambda c: c.offload_folder is None,
+        "without offload_folder",
+        "Name a folder on a disk or remove it",
+    ),
+    Inert(
         "data_seed",
         ("shuffle_dataset", "train_sampling_strategy"),
         lambda c: not c.shuffle_dataset and c.train_sampling_strategy == "sequential",

@@ -24,6 +24,7 @@ from megaspan.config.values import (
     Count,
     Datasets,
     Dtype,
+    Folder,
     Lost,
     Mapping,
     Names,
@@ -169,6 +170,12 @@ class SFTConfig(BaseModel):
     )
     memory_limit: Bytes | None = Field(None, description="GPU memory to plan for; null is what the GPU has.")
     host_memory: Bytes | None = Field(None, description="Host memory to plan for; null is what the machine or its cgroup has.")
+    offload_folder: Folder | None = Field(
+        None, description="Folder on a fast local disk for what layers keep and neither GPU nor host can hold; null is none."
+    )
+    allow_slow_disk: bool = Field(
+        False, description="Use offload_folder even where its disk would hold up a step by more than 10 %."
+    )
 
     dp_replicate_size: One = Field(1, description="Replicas of the model.")
     dp_shard_size: One = Field(1, description="GPUs that share one copy of the weights.")

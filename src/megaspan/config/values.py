@@ -156,6 +156,7 @@ Lost = Annotated[float, BeforeValidator(_lost), Allowed("a share from 0 to 1, or
 Padding = Annotated[int | None, BeforeValidator(_padding), Allowed("a whole number of at least 1, or auto")]
 Resume = Annotated[bool | str, Allowed("true or a checkpoint folder")]
 Text = Annotated[str, BeforeValidator(_text), Allowed("a text")]
+Folder = Annotated[str, BeforeValidator(_text), Allowed("a folder")]
 Names = Annotated[tuple[str, ...], BeforeValidator(_names), Allowed("a name or a list of names")]
 Datasets = Annotated[tuple[dict[str, Any], ...], Allowed("a list of datasets, each with a path")]
 Mapping = Annotated[dict[str, Any], BeforeValidator(_mapping), Allowed("a mapping of names to values")]
