@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -175,3 +177,56 @@ def test_no_address_space_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("megaspan.memory.arena.mmap.mmap", refuse)
     with pytest.raises(UserError, match=r"Cannot allocate memory.*lower max_length"):
         HostArena(pinned=False).reserve(1, MIB)
+
+
+def test_many_sizes_that_stay_are_pinned_in_one_piece(cudart: Cudart) -> None:
+    """The optimizer's states: hundreds of tensors of some ten sizes. One registration, no byte beyond a page each."""
+    arena = HostArena(pinned=True)
+    sizes = [1, PAGE, 10 * PAGE, 3, 7 * PAGE + 1] * 40
+    slots = arena.take_all(sizes)
+    assert len(cudart.registered) == 1
+    assert arena.used == arena.bytes == 40 * (1 + 1 + 10 + 1 + 8) * PAGE
+    assert len({(slot.block, slot.start) for slot in slots}) == 200
+    assert arena.take_all([]) == []
+
+
+def test_a_slot_given_back_twice_is_an_error() -> None:
+    """Its bytes may be somebody else's by then."""
+    arena = HostArena(pinned=False)
+    first, second = arena.take(PAGE), arena.take(3 * PAGE)
+    arena.give(first)
+    with pytest.raises(RuntimeError, match="twice"):
+        arena.give(first)
+    arena.give(second)
+    with pytest.raises(RuntimeError, match="twice"):
+        arena.give(second)
+    assert arena.used == 0
+
+
+def test_a_slot_that_comes_back_after_close_counts_nothing() -> None:
+    arena = HostArena(pinned=False)
+    slot = arena.take(PAGE)
+    arena.close()
+    arena.give(slot)
+    assert arena.used == 0
+
+
+def test_errors_name_what_the_memory_was_for() -> None:
+    arena = HostArena(pinned=False, limit=MIB, purpose="optimizer states", less="set offload_optimizer: false")
+    with pytest.raises(UserError, match=r"optimizer states need 2\.0 MiB.*offload_optimizer: false"):
+        arena.take(2 * MIB)
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="asks the Linux kernel")
+def test_forked_processes_get_no_copy(tmp_path: Path) -> None:
+    """A fork makes every page of a private mapping move at its next write, away from a copy that the GPU or a disk has under way."""
+    slot = HostArena(pinned=False).take(PAGE)
+    address = f"{slot.view((1,), torch.uint8).data_ptr():x}"
+    slot.view((PAGE,), torch.uint8).fill_(7)
+    seen = tmp_path / "maps"
+    if not (child := os.fork()):
+        seen.write_bytes(Path("/proc/self/maps").read_bytes())
+        os._exit(0)
+    os.waitpid(child, 0)
+    ranges = [tuple(int(end, 16) for end in line.split()[0].split("-")) for line in seen.read_text().splitlines()]
+    assert not any(start <= int(address, 16) < end for start, end in ranges)

@@ -14,7 +14,6 @@ Source: cases R64 (unlimited pinning, pool memory overwritten) and R71 (variable
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import math
 import mmap
@@ -28,25 +27,29 @@ from dataclasses import dataclass
 import torch
 
 from megaspan.human import UserError, format_bytes
+from megaspan.memory.runs import Runs
 
 PAGE = 4096
 _TOUCH_BYTES = 64 * 2**20
 _TOUCH_THREADS = 8
-_LESS = "lower max_length, or set gradient_checkpointing_kwargs: {offload: false}"
+LESS = "lower max_length, or set gradient_checkpointing_kwargs: {offload: false}"
 
 
-def _map_pages(size: int) -> torch.Tensor:
+def _map_pages(size: int, purpose: str, less: str) -> torch.Tensor:
     """`size` bytes of fresh private memory, uint8, not yet backed by pages; huge pages where the kernel has them."""
     try:
         pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
         raise UserError(
-            f"the host has no {format_bytes(size)} for layer inputs ({error})",
-            do=f"Free host memory, {_LESS}",
+            f"the host has no {format_bytes(size)} for {purpose} ({error})",
+            do=f"Free host memory, {less}",
         ) from error
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without transparent huge pages: ordinary ones do
-            pages.madvise(mmap.MADV_HUGEPAGE)
+    # Huge pages: a kernel without them gives ordinary ones. No copy in forked processes (data loaders): a fork would mark every
+    # page as shared, and a page that is then written to moves, away from the GPU's or the disk's copy that is under way to it.
+    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+        if hasattr(mmap, advice):
+            with contextlib.suppress(OSError):
+                pages.madvise(getattr(mmap, advice))
     return torch.frombuffer(pages, dtype=torch.uint8)
 
 
@@ -57,7 +60,7 @@ def _touch(pages: torch.Tensor) -> None:
         list(pool.map(torch.Tensor.zero_, pages.split(_TOUCH_BYTES)))
 
 
-def _register(pages: torch.Tensor) -> None:
+def _register(pages: torch.Tensor, less: str) -> None:
     """Pins `pages` for every CUDA context of the process."""
     portable = 1
     code = int(torch.cuda.cudart().cudaHostRegister(pages.data_ptr(), pages.numel(), portable))
@@ -65,7 +68,7 @@ def _register(pages: torch.Tensor) -> None:
         raise UserError(
             f"{format_bytes(pages.numel())} of host memory could not be pinned (CUDA error {code})",
             do="Raise the locked-memory limit (`ulimit -l unlimited`; for a container `--ulimit memlock=-1`) or the memory of "
-            f"the container, {_LESS}",
+            f"the container, {less}",
         )
 
 
@@ -93,16 +96,16 @@ class Slot:
 
 
 class _Block:
-    """One mapping, with the list of its free runs in order of address."""
+    """One mapping, and which of its bytes are free."""
 
-    def __init__(self, size: int, pinned: bool) -> None:
+    def __init__(self, size: int, pinned: bool, purpose: str, less: str) -> None:
         self.size = size
-        self.pages = _map_pages(size)
-        self._free = [(0, size)]
+        self.pages = _map_pages(size, purpose, less)
+        self._runs = Runs(size)
         self._unpin: weakref.finalize | None = None
         if pinned:
             _touch(self.pages)
-            _register(self.pages)
+            _register(self.pages, less)
             # An arena that is forgotten must not leave a registration behind: the next mapping may get the same address.
             self._unpin = weakref.finalize(self, _unregister, self.pages)
             self._unpin.atexit = False
@@ -110,30 +113,20 @@ class _Block:
     @property
     def idle(self) -> bool:
         """No slot is out."""
-        return self._free == [(0, self.size)]
+        return self._runs.idle
 
     def fits(self, size: int) -> int:
         """How many slots of `size` bytes could be cut now."""
-        return sum(run // size for _, run in self._free)
+        return self._runs.fits(size)
 
     def take(self, size: int) -> Slot | None:
-        """The first free run of at least `size` bytes, cut to size; None where there is none."""
-        for number, (start, run) in enumerate(self._free):
-            if run >= size:
-                self._free[number : number + 1] = [(start + size, run - size)] if run > size else []
-                return Slot(self, start, size)
-        return None
+        """A slot of `size` bytes; None where no free run is as long."""
+        start = self._runs.take(size)
+        return None if start is None else Slot(self, start, size)
 
     def give(self, slot: Slot) -> None:
-        """Takes a slot back and merges it with its free neighbours."""
-        start, end = slot.start, slot.start + slot.size
-        number = bisect.bisect(self._free, (start, 0))
-        if number < len(self._free) and self._free[number][0] == end:
-            end += self._free.pop(number)[1]
-        if number and sum(self._free[number - 1]) == start:
-            number -= 1
-            start = self._free.pop(number)[0]
-        self._free.insert(number, (start, end - start))
+        """Takes a slot back."""
+        self._runs.give(slot.start, slot.size)
 
     def close(self) -> None:
         if self._unpin is not None:
@@ -148,6 +141,8 @@ class HostArena:
     Args:
         pinned: register the memory with CUDA, so that copies run beside the computation; False gives plain memory (CPU).
         limit: most bytes the arena may hold, or None.
+        purpose: what it holds, for error messages (a plural).
+        less: what to do where there is not enough, the end of a sentence.
 
     Attributes:
         used: bytes in slots that are out.
@@ -155,8 +150,9 @@ class HostArena:
         seconds_pinning: time spent mapping, touching and pinning so far.
     """
 
-    def __init__(self, *, pinned: bool, limit: int | None = None) -> None:
+    def __init__(self, *, pinned: bool, limit: int | None = None, purpose: str = "layer inputs", less: str = LESS) -> None:
         self.pinned, self.limit = pinned, limit
+        self.purpose, self.less = purpose, less
         self.used = self.peak = 0
         self.seconds_pinning = 0.0
         self._blocks: list[_Block] = []
@@ -191,16 +187,16 @@ class HostArena:
             kept, total = busy, again
         if self.limit is not None and total > self.limit:
             raise UserError(
-                f"layer inputs need {format_bytes(total)} of host memory",
+                f"{self.purpose} need {format_bytes(total)} of host memory",
                 got=f"a limit of {format_bytes(self.limit)}",
-                do=f"Raise host_memory if the machine has more, {_LESS}",
+                do=f"Raise host_memory if the machine has more, {self.less}",
             )
         for block in self._blocks:
             if block not in kept:
                 block.close()
         self._blocks = kept
         began = time.perf_counter()
-        self._blocks = [*kept, _Block(total - self.bytes, self.pinned)]
+        self._blocks = [*kept, _Block(total - self.bytes, self.pinned, self.purpose, self.less)]
         self.seconds_pinning += time.perf_counter() - began
 
     def take(self, size: int) -> Slot:
@@ -215,10 +211,27 @@ class HostArena:
         self.peak = max(self.peak, self.used)
         return slot
 
+    def take_all(self, sizes: Sequence[int]) -> list[Slot]:
+        """A slot for each of `sizes`, in bytes; what they need beside the free memory is got in one piece.
+
+        For things of many sizes that stay, such as the optimizer's: one `take` after the other would pin hundreds of blocks.
+
+        Raises:
+            UserError: the arena would have to grow and cannot.
+        """
+        if sizes:
+            self.reserve(1, sum(map(_rounded, sizes)))
+        return [self.take(size) for size in sizes]
+
     def give(self, slot: Slot) -> None:
-        """Takes a slot back; its bytes may be handed out again at once."""
+        """Takes a slot back; its bytes may be handed out again at once.
+
+        Raises:
+            RuntimeError: it was given back before.
+        """
         slot.block.give(slot)
-        self.used -= slot.size
+        if slot.block in self._blocks:  # not one that comes back after `close`
+            self.used -= slot.size
 
     def close(self) -> None:
         """Unpins and lets go of everything. No copy may be under way."""
