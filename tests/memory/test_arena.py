@@ -219,7 +219,7 @@ def test_errors_name_what_the_memory_was_for() -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="asks the Linux kernel")
 def test_forked_processes_get_no_copy(tmp_path: Path) -> None:
-    """A fork makes every page of a private mapping move at its next write, away from a copy that the GPU or a disk has under way."""
+    """A fork makes each page of a private mapping move at its next write, away from a copy that is under way to it."""
     slot = HostArena(pinned=False).take(PAGE)
     address = f"{slot.view((1,), torch.uint8).data_ptr():x}"
     slot.view((PAGE,), torch.uint8).fill_(7)

@@ -1,8 +1,8 @@
 """Which parts of one long range of bytes are free: the bookkeeping of a block of host memory, and of the file on the disk.
 
-A step at a million tokens takes and gives back some seventy pieces of 0.5 to 9 GB. Rows of another length need pieces of another
-size, so free neighbours are merged at once and a piece is cut from the first run that holds it: when everything has come back,
-one run is left, whatever the sizes were. The list has as many entries as there are gaps, a handful.
+A step at a million tokens takes and gives back some seventy pieces of 0.5 to 9 GB. Rows of another length need pieces of
+another size, so free neighbours are merged at once and a piece is cut from the first run that holds it: when everything has
+come back, one run is left, whatever the sizes were. The list has as many entries as there are gaps, a handful.
 """
 
 from __future__ import annotations
