@@ -84,6 +84,11 @@ def _data(call: Call) -> Result:
 
 def _plan(call: Call) -> Result:
     config = _config(call)
+    if "rehearse" in call.own:
+        from megaspan.rehearse import rehearse
+
+        found = rehearse(config)
+        return Result(found.render(), found.as_dict(), DONE if found.fits else FAILED)
     from megaspan import world
     from megaspan.plan import plan_command
 
@@ -115,6 +120,7 @@ def _env(call: Call) -> Result:
 
 _JSON = {"json": Flag("print the result for programs")}
 _NPROC = {"nproc": Flag("processes, one per GPU; only 1 in this version", "N")}
+_REHEARSE = {"rehearse": Flag("run every allocation and copy of a step on this machine, attention left out")}
 _SHOW = {"show": Flag("print row N with its trained tokens marked", "N")}
 _MERGE = {"merge": Flag("of a LoRA run, the base model with the adapter merged into it")}
 VERBS = {
@@ -130,7 +136,12 @@ VERBS = {
         True,
     ),
     "plan": Verb(
-        "plan CONFIG.yaml [--name value …]", "what the run needs, before anything is loaded", _plan, (0, 1), _JSON, True
+        "plan CONFIG.yaml [--rehearse] [--name value …]",
+        "what the run needs, before anything is loaded",
+        _plan,
+        (0, 1),
+        _REHEARSE | _JSON,
+        True,
     ),
     "eval": Verb(
         "eval WHAT [--name value …]",
@@ -298,7 +309,7 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 
 def _help() -> str:
-    verbs = "\n".join(f"  megaspan {verb.usage:<45} {verb.summary}" for verb in VERBS.values())
+    verbs = "\n".join(f"  megaspan {verb.usage:<47} {verb.summary}" for verb in VERBS.values())
     return f"""Fine-tune causal language models on sequences of a million tokens, exactly, on few GPUs.
 
 {verbs}

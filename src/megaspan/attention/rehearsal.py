@@ -65,12 +65,14 @@ class StandIn(Kernel):
 
     Attributes:
         calls: forward and backward calls so far.
+        paused: seconds that the device was told to wait so far.
     """
 
     def __init__(self, real: Kernel, pause: Pause | None = None) -> None:
         self.real, self.pause = real, pause
         self.name, self.max_elements = real.name, real.max_elements
         self.calls = [0, 0]
+        self.paused = 0.0
 
     def installed(self) -> bool:
         """As the real kernel."""
@@ -119,7 +121,9 @@ class StandIn(Kernel):
 
     def _wait(self, q_tHD: Tensor, k_sGD: Tensor, scoring: Scoring, backward: bool) -> None:
         if self.pause is not None and q_tHD.is_cuda:
-            torch.cuda._sleep(int(self.pause.seconds(q_tHD, k_sGD, scoring, backward) * self.pause.cycles))
+            seconds = self.pause.seconds(q_tHD, k_sGD, scoring, backward)
+            torch.cuda._sleep(int(seconds * self.pause.cycles))
+            self.paused += seconds
 
 
 def skip_attention(model: nn.Module, pause: Pause | None = None) -> tuple[StandIn, ...]:

@@ -1,0 +1,344 @@
+"""`megaspan plan --rehearse`: a step at full depth and length, with attention left out, before the hours are spent.
+
+A plan is arithmetic; what an allocator and a copy engine make of it is seen when a step runs. But a step at a million tokens
+of an 8B model is half an hour on one GPU, of which all but a minute or two are attention. So two steps run as `megaspan train`
+would run them, through `SFTTrainer` itself: the model of the configured shape with random weights, the levers, the arena, the
+optimizer, clipping. Only the attention kernels are stand-ins, which allocate what the real ones do (`attention/rehearsal.py`).
+The first step is short and makes the optimizer's state; the second has a row of `max_length` tokens and is measured.
+
+Copies that nobody hides are seconds lost. In the second step a device-side pause stands where attention would run, as long as
+attention but not longer than a layer's copies need; the device's own timeline then tells how long a copy was under way while
+nothing was computed. That is what is reported as exposed. Where attention's rate is unknown there is no pause, and the number
+is an upper bound.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import TrainerCallback
+
+from megaspan import world
+from megaspan.attention.rehearsal import Pause, StandIn, cycles_per_second, skip_attention, visible_pairs
+from megaspan.config import SFTConfig
+from megaspan.config.schema import GROUPS
+from megaspan.human import UserError, format_bytes, format_seconds
+from megaspan.model import Levers, levers, unprepare
+from megaspan.plan import Plan, plan_command
+from megaspan.plan.cost import CONTEXT_BYTES
+from megaspan.plan.facts import read_config
+from megaspan.report.overlap import device_spans, overlap
+from megaspan.report.rehearsal import Figure, Rehearsal
+from megaspan.trainer import SFTTrainer
+
+SHORT = 4096
+DEVICE, HOST, EXPOSED = "device, tensors", "host, process", "copies that nothing hides"
+# Sections of the options whose wishes shape the memory of a step, and the options among them that do not.
+_SECTIONS = ("Model", "LoRA", "Training", "Precision and device", "Memory", "Several devices")
+_SET_HERE = {
+    "per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps", "data_seed",
+}  # fmt: skip
+
+
+def rehearse(config: SFTConfig) -> Rehearsal:
+    """Runs a short step and one of `max_length` tokens of a configuration, attention left out; its data is not read.
+
+    With more than one row a step, the long row comes after a short one, when gradients exist.
+
+    Raises:
+        UserError: the configuration does not allow the run, or describes a GPU that is not here.
+    """
+    machine = world.machine()
+    if config.memory_limit and not machine.device_bytes and not config.use_cpu:
+        raise UserError(
+            "a rehearsal runs on the GPU that memory_limit describes, and there is none here",
+            do="Rehearse on that machine, or remove memory_limit to rehearse on the CPU",
+        )
+    plan = plan_command(config, machine)
+    if plan.host_bytes > plan.host_limit:
+        need = f"{format_bytes(plan.host_bytes)} of {format_bytes(plan.host_limit)} of host memory by the plan"
+        return _result(config, plan, None, "setting up, before the first step", need)
+    folder = _existing(Path(config.output_dir))
+    with tempfile.TemporaryDirectory(prefix="megaspan-rehearsal-", dir=folder) as place:
+        watch = _Watch()
+        try:
+            with _out_of_memory(watch):
+                _run(config, Path(place), watch)
+        finally:
+            plan = watch.let_go() or plan
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+    return _result(config, plan, watch, None, None)
+
+
+def _run(config: SFTConfig, place: Path, watch: _Watch) -> None:
+    """The two steps; `watch` holds what they showed, also where they end early."""
+    rows = min(2, config.per_device_train_batch_size * config.gradient_accumulation_steps)
+    args = _arguments(config, place, rows)
+    short = min(SHORT, args.max_length)
+    vocab = plan_command(args, world.machine()).model.vocab
+    lengths = [*[short] * rows, *[short] * (rows - 1), args.max_length]
+    draw = np.random.default_rng(0)
+    data = [{"input_ids": draw.integers(3, vocab, length).tolist()} for length in lengths]
+    trainer = SFTTrainer(args=args, train_dataset=data, callbacks=[watch])
+    watch.begin(trainer.model)
+    trainer.train()
+
+
+def _arguments(config: SFTConfig, place: Path, rows: int) -> SFTConfig:
+    """The options of the rehearsal: what shapes memory as wished, two steps, nothing saved, the weights random."""
+    starts = {first: title for title, first in GROUPS}
+    kept, section = {}, ""
+    given = config.given()
+    for name in type(config).model_fields:
+        section = starts.get(name, section)
+        if name in given and section in _SECTIONS and name not in _SET_HERE:
+            kept[name] = given[name]
+    kept |= {name: given[name] for name in ("max_length", "pad_to_multiple_of", "disable_tqdm") if name in given}
+    if not config.trust_remote_code:  # the code of such a model is found by its name
+        raw = read_config(str(config.model_name_or_path), config.model_revision)
+        (place / "shape").mkdir()
+        (place / "shape" / "config.json").write_text(json.dumps(raw))
+        kept |= {"model_name_or_path": str(place / "shape"), "model_revision": None}
+    return SFTConfig(
+        **kept,
+        output_dir=str(place / "run"),
+        packing=False,
+        train_sampling_strategy="sequential",
+        gradient_accumulation_steps=rows,
+        max_steps=2,
+        save_strategy="no",
+    )
+
+
+class _Watch(TrainerCallback):
+    """Sees the two steps from inside: where they are, and what they hold."""
+
+    def __init__(self) -> None:
+        self.moment, self.peak_at = "setting up, before the first step", ""
+        self.failure: str | None = None
+        self.kernel, self.pauses = "", False
+        self.stand_ins: tuple[StandIn, ...] = ()
+        self.step = self.device_peak = self.reserved = self.host_peak = self.pinned = 0
+        self.seconds = self.paused = self.seconds_pinning = 0.0
+        self.moved: dict[str, int] = {}
+        self.copying: float | None = None
+        self.exposed: float | None = None
+        self._model: Any = None
+        self._before: dict[str, int] = {}
+
+    def begin(self, model: Any) -> None:
+        """The model is prepared: attention goes."""
+        self._model, self._device = model, next(model.parameters()).device
+        placed = self._levers()
+        self.kernel, self._layers = placed.kernel.name, placed.plan.model.layers
+        pause = _pause(placed.plan, self._device)
+        self.stand_ins, self.pauses = skip_attention(model, pause), pause is not None
+
+    def let_go(self) -> Plan | None:
+        """Takes everything off the model and forgets it, so that the memory is free again; the plan that was rehearsed."""
+        if self._model is None:
+            return None
+        placed = self._levers()
+        if placed.checkpointing is not None:
+            placed.checkpointing.discard()
+        unprepare(self._model)
+        self._model = None
+        return placed.plan
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """A step begins; the second is measured."""
+        placed = self._levers()
+        inner = placed.on_layer
+
+        def on_layer(phase: str, index: int) -> None:
+            self._reach(f"{phase} of layer {index + 1} of {self._layers}")
+            if inner is not None:
+                inner(phase, index)
+
+        placed.on_layer = on_layer
+        self.step, self.device_peak, self._before = state.global_step + 1, 0, self._counts()
+        self.moment = "forward, before the layers"
+        for each in self.stand_ins:
+            each.paused = 0.0
+        self._profile: Any = None
+        if self._device.type == "cuda":
+            if self.step == 2:
+                self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+                self._profile.start()
+            torch.cuda.synchronize(self._device)
+            torch.cuda.reset_peak_memory_stats(self._device)
+        self._begun = time.perf_counter()
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """The update begins."""
+        self._reach("optimizer's update")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """A step is over, and the device has finished it."""
+        self.seconds = time.perf_counter() - self._begun
+        self.measure()
+        if self._profile is not None:
+            self._profile.stop()
+            copies, work = device_spans(self._profile.profiler.kineto_results.events())
+            seen = (np.max(work[:, 1]) - np.min(work[:, 0])) / 1e9 if len(work) else 0.0
+            if seen > 0.9 * self.seconds:  # else the profiler's buffers were too small, or it is not allowed here
+                self.copying, self.exposed = overlap(copies, work)
+            self._profile = None
+
+    def measure(self) -> None:
+        """Reads what the step has held so far."""
+        self._reach(self.moment)
+        self.host_peak = world.peak_host_bytes()
+        self.paused = sum(each.paused for each in self.stand_ins)
+        self.moved = {name: count - self._before.get(name, 0) for name, count in self._counts().items()}
+
+    def _reach(self, moment: str) -> None:
+        """The step goes on to another moment: the peak may have come in the one that ends."""
+        if self._model is not None and self._device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(self._device)
+            if peak > self.device_peak:
+                self.device_peak, self.peak_at = peak, self.moment
+            self.reserved = torch.cuda.max_memory_reserved(self._device)
+        self.moment = moment
+
+    def _counts(self) -> dict[str, int]:
+        placed = levers(self._model) if self._model is not None else None
+        stats = placed.checkpointing.stats() if placed is not None and placed.checkpointing is not None else None
+        if stats is None:
+            return {}
+        self.pinned, self.seconds_pinning = stats.host_bytes, stats.seconds_pinning
+        return {name: getattr(stats, name) for name in ("bytes_to_host", "bytes_to_device", "late")}
+
+    def _levers(self) -> Levers:
+        placed = levers(self._model)
+        assert placed is not None
+        return placed
+
+
+@contextmanager
+def _out_of_memory(watch: _Watch) -> Iterator[None]:
+    """Running out of memory is a result."""
+    try:
+        yield
+    except (MemoryError, torch.OutOfMemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "out of memory" not in str(error):
+            raise
+        text = (str(error).strip().splitlines() or ["no memory left on the host"])[0]
+    except UserError as error:
+        if not any(words in error.what for words in ("of host memory", "the host has no")):
+            raise
+        text = str(error)
+    else:
+        return
+    watch.failure = text
+    watch.measure()
+
+
+def _pause(plan: Plan, device: torch.device) -> Pause | None:
+    """Attention's length as the plan knows it; None where it does not."""
+    planned = sum(part.seconds for part in plan.seconds.parts if part.name == "attention backward")
+    if device.type != "cuda" or not planned:
+        return None
+    facts, tokens = plan.model, plan.tokens
+    pairs = sum(visible_pairs(tokens, tokens, facts.span(layer)) for layer in range(facts.layers))
+    rate = 2.5 * 4.0 * facts.query_width * pairs / planned
+    return Pause(rate, rate, cycles_per_second(device))
+
+
+def _result(config: SFTConfig, plan: Plan, watch: _Watch | None, failed_at: str | None, why: str | None) -> Rehearsal:
+    """Numbers beside the plan's, and the answer."""
+    gpu, figures, notes = plan.device_limit > 0, [], []
+    if watch is not None:
+        figures = list(_figures(plan, watch, gpu))
+        notes = list(_notes(plan, watch, gpu))
+        if watch.failure is not None:
+            failed_at, why = f"{watch.moment} (step {watch.step} of 2)" if watch.step else watch.moment, watch.failure
+        elif gpu and watch.reserved > plan.device_limit:
+            why = f"{format_bytes(watch.reserved)} of {format_bytes(plan.device_limit)} of the device were taken"
+        elif watch.host_peak > plan.host_limit:
+            why = f"{format_bytes(watch.host_peak)} of {format_bytes(plan.host_limit)} of host memory were taken"
+    fits = failed_at is None and why is None
+    return Rehearsal(
+        model=str(config.model_name_or_path),
+        tokens=config.max_length,
+        device=plan.machine.device_name,
+        kernel=watch.kernel if watch is not None else "",
+        fits=fits,
+        failed_at=failed_at,
+        why=why,
+        peak_at=watch.peak_at if watch is not None else "",
+        do=None if fits else _advice(plan),
+        figures=tuple(figures),
+        notes=tuple(notes),
+        plan=plan,
+    )
+
+
+def _figures(plan: Plan, watch: _Watch, gpu: bool) -> Iterator[Figure]:
+    if gpu:
+        allowance = sum(part.bytes for part in plan.parts if part.name.startswith("CUDA context"))
+        yield Figure(DEVICE, "bytes", plan.device_bytes - allowance, watch.device_peak)
+        yield Figure("device, taken by the allocator", "bytes", plan.device_bytes - CONTEXT_BYTES, watch.reserved)
+    pinned = sum(part.bytes for part in plan.parts if ", pinned" in part.name)
+    yield Figure("host, for what layers keep", "bytes", pinned or None, watch.pinned)
+    yield Figure(HOST, "bytes", plan.host_bytes, watch.host_peak)
+    yield Figure("copied to the host", "bytes", None, watch.moved.get("bytes_to_host", 0))
+    yield Figure("copied to the device", "bytes", None, watch.moved.get("bytes_to_device", 0))
+    yield Figure("fetched too late", "count", 0, watch.moved.get("late", 0))
+    if gpu:
+        waiting = sum(part.seconds for part in plan.seconds.parts if part.name == "waiting for the host link")
+        attention = sum(part.seconds for part in plan.seconds.parts if part.name.startswith("attention "))
+        known = plan.seconds.total
+        yield Figure("copies under way", "seconds", None, watch.copying)
+        yield Figure(EXPOSED, "seconds", waiting if known else None, watch.exposed)
+        whole = watch.failure is None
+        yield Figure(
+            "step without attention",
+            "seconds",
+            known - attention if known else None,
+            watch.seconds - watch.paused if whole else None,
+        )
+    yield Figure("pinning", "seconds", None, watch.seconds_pinning)
+
+
+def _notes(plan: Plan, watch: _Watch, gpu: bool) -> Iterator[str]:
+    if not gpu:
+        yield "there is no GPU here: everything lies in host memory, and only that is rehearsed"
+        return
+    if watch.exposed is None:
+        if watch.failure is None:
+            yield "the device's timeline could not be read whole, so exposed copies are unknown"
+    elif watch.pauses:
+        yield f"pauses of {format_seconds(watch.paused)} in all stood for attention, no longer than copies could hide behind it"
+    else:
+        yield "attention's rate on this device is unknown, so copies had only the other work to hide behind: an upper bound"
+    if plan.seconds.total:
+        yield f"the plan adds attention to that: {format_seconds(plan.seconds.total)} a step"
+
+
+def _advice(plan: Plan) -> str:
+    """What to turn."""
+    if not plan.fits and plan.next_lever is not None:
+        return f"next lever: {plan.next_lever.do} ({plan.next_lever.name}; costs {plan.next_lever.cost})"
+    if not plan.fits:
+        return "no lever of this version makes it fit: it needs more memory, a shorter row or a smaller model"
+    if plan.device_limit:
+        less = format_bytes(int(0.95 * plan.device_limit)).replace(" ", "")
+        return f"the plan had said that it fits: write memory_limit: {less}, so that it plans for less"
+    return "the plan had said that it fits: lower max_length, or host_memory, so that it plans for less"
+
+
+def _existing(folder: Path) -> Path:
+    """The folder or the nearest one around it that is there: where the run would save, so that its room is looked at too."""
+    return next(place for place in (folder, *folder.absolute().parents) if place.is_dir())
