@@ -1,0 +1,399 @@
+"""Experts: which ones each token takes is decided once, in the forward, and the balance loss is a loss over the whole row.
+
+A mixture of experts sends each token to the k experts whose scores are highest. A layer that runs again in the backward scores
+again, in tiles of another shape or with kernels that add in another order; where two experts are close, the second run may
+choose the other one, and the gradient is then that of another function. At 1,048,576 tokens and 48 layers there are 400 million
+such choices a step. So the choice is kept, one or two bytes for each token and expert chosen (8 MB a layer at 8 of 128
+experts), and the second run takes the scores at the places that were chosen. The weights of the experts are not kept: given the
+choice they are smooth functions of the scores, and the router's gradient needs the path through the scores anyway.
+
+The balance loss (`output_router_logits`) is experts * sum over experts of f * P, over the tokens of all layers: f the share of
+tokens that chose the expert, P the mean probability. From whole logits that is 25 GB of them at a million tokens (48 layers of
+128 experts, fp32). Here every layer hands out two vectors, sums over its tokens (`Balance`); the gradient of the loss by the
+sum of probabilities is one number for each expert, which the layer's backward gets and applies tile by tile.
+
+What a router is, is found by running the layer's MLP on a few tokens and looking where `torch.topk` is called (`find_router`).
+Letters: X experts.
+
+Source: Fedus et al. 2022, "Switch Transformers", arXiv 2101.03961, equations 4 to 6; the form is transformers'
+`load_balancing_loss_func`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from megaspan.layers.tile import drawing
+
+_MLP = "mlp"
+_TOPK = (torch.topk, Tensor.topk)
+# Other functions that choose: on scores they would be a router that is not known here. `max` and `min` choose with a dim.
+_CHOOSING = {"argmax", "argmin", "max", "min", "sort", "argsort", "msort", "kthvalue", "multinomial"}
+_TRIAL_TOKENS = 7  # no size that anything else in a layer is likely to have
+
+
+@dataclass(frozen=True)
+class Router:
+    """The router of a layer, facts only, so that a copied model runs its own modules.
+
+    Attributes:
+        name: of the module inside the layer in which experts are chosen.
+        bytes_per_token: what keeping its choice takes.
+        logits: which of its outputs are the logits that the balance loss reads; None where transformers names none.
+        experts: how many experts those logits score, 0 without logits.
+    """
+
+    name: str
+    bytes_per_token: int
+    logits: int | None = None
+    experts: int = 0
+
+
+def find_router(layer: Any) -> Router | str | None:
+    """The router of a decoder layer: None where its MLP chooses nothing, a reason where it chooses in a way not known here.
+
+    To be called once for each layer, when it is decided whether it streams; a layer with a reason does not. Runs `layer.mlp` on
+    a few tokens, outside any graph and without a draw from the run's generators.
+    """
+    parameter = next(each for each in layer.parameters() if each.is_floating_point())
+    width = int(layer.self_attn.o_proj.out_features)
+    generator = torch.Generator(parameter.device).manual_seed(0)
+    x = torch.randn(1, _TRIAL_TOKENS, width, device=parameter.device, dtype=parameter.dtype, generator=generator)
+    spy = _Spy(layer)
+    try:
+        with torch.no_grad(), drawing(0, x.device), spy:
+            layer.mlp(x)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # somebody's module: it is checkpointed whole, where it runs as it always does
+        return f"{type(layer.mlp).__name__} did not run on a trial: {type(error).__name__}: {str(error)[:120]}"
+    finally:
+        spy.remove()
+    if spy.reason is not None:
+        return f"{type(layer.mlp).__name__} {spy.reason}"
+    if not spy.choices:
+        return None
+    if len({choice.module for choice in spy.choices}) > 1:
+        return f"{type(layer.mlp).__name__} chooses experts in several modules"
+    name = spy.choices[0].module
+    kept = sum(choice.a_token * choice.dtype.itemsize for choice in spy.choices)
+    logits = _recorded_logits(layer, layer.get_submodule(name))
+    scores = None if logits is None else spy.outputs[name][logits]
+    if scores is None or scores.ndim != 2 or scores.shape[0] != _TRIAL_TOKENS:
+        return Router(name, kept)
+    return Router(name, kept, logits, scores.shape[1])
+
+
+@final
+class Routing:
+    """The choices of one layer in one forward of one row: kept when a tile runs first, taken again whenever it runs again.
+
+    Lives as long as the layer's other kept tensors and stays on the device. The streamed layer makes one for each forward of a
+    layer that has a `Router`, and runs the part of each tile that holds the MLP
+
+    * inside `recording(layer, tokens)` in the forward, whose sums are then in `sums`,
+    * inside `replaying(layer, tokens)` whenever the tile runs again: in the backward, and in a second forward of the layer.
+      Tiles may be cut otherwise then.
+
+    Args:
+        router: from `find_router`.
+        tokens: how many the row has.
+        top_k: experts for each token in the balance loss, or None if that is not asked for.
+    """
+
+    def __init__(self, router: Router, tokens: int, top_k: int | None = None) -> None:
+        self._router, self._tokens, self._top_k = router, tokens, top_k
+        self._chosen: list[Tensor] = []
+        self._recorded = 0
+        self.sums: Sums | None = None
+
+    @property
+    def recorded(self) -> bool:
+        """Whether the forward is over: every token's choice is kept, and a second forward replays."""
+        return self._recorded == self._tokens
+
+    @contextmanager
+    def recording(self, layer: nn.Module, tokens: slice) -> Iterator[None]:
+        """Keeps what the router chooses for a tile, `tokens` of the row, and adds to `sums` if they are asked for."""
+        mode = _Recording()
+        with _within(layer, self._router, mode) as logits:
+            yield
+        for call, (indices, experts) in enumerate(mode.choices):
+            indices_tk = indices.reshape(tokens.stop - tokens.start, -1)
+            if call == len(self._chosen):
+                self._chosen.append(indices_tk.new_empty((self._tokens, indices_tk.shape[1]), dtype=_small(experts)))
+            self._chosen[call][tokens] = indices_tk
+        self._recorded += tokens.stop - tokens.start
+        if self._top_k is not None:
+            for part in logits:
+                found = sums_of(part.detach(), self._top_k)
+                self.sums = found if self.sums is None else self.sums + found
+
+    @contextmanager
+    def replaying(self, layer: nn.Module, tokens: slice) -> Iterator[list[Tensor]]:
+        """The router takes the kept choices.
+
+        Yields a list which afterwards holds the sum of probabilities, fp32 [X], with its graph: one more output of the tile,
+        whose gradient is that of the layer's sum. It stays empty without a balance loss and outside a graph.
+
+        Raises:
+            RuntimeError: the tile chooses otherwise often than in the forward.
+        """
+        probabilities: list[Tensor] = []
+        mode = _Replaying([chosen[tokens] for chosen in self._chosen])
+        with _within(layer, self._router, mode) as logits:
+            yield probabilities
+        if mode.left:
+            raise RuntimeError(f"the router of {type(layer).__name__} chose less often than in the forward")
+        if self._top_k is not None and torch.is_grad_enabled():
+            probabilities += [probability_sum(part) for part in logits]
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What the balance loss wants to know of some tokens.
+
+    Attributes:
+        probabilities_X: fp32, sum of the router's probabilities over the tokens.
+        counts_X: int64, how many tokens chose the expert.
+        tokens: how many.
+    """
+
+    probabilities_X: Tensor
+    counts_X: Tensor
+    tokens: int
+
+    def __add__(self, other: Sums) -> Sums:
+        return Sums(self.probabilities_X + other.probabilities_X, self.counts_X + other.counts_X, self.tokens + other.tokens)
+
+
+def sums_of(logits_tX: Tensor, top_k: int) -> Sums:
+    """The sums of some tokens' logits, with the graph of the probabilities if the logits have one.
+
+    The choice that counts is that of the highest logits, as in transformers: a router that adds a bias to its scores first
+    counts as if it did not.
+    """
+    chosen = logits_tX.detach().topk(top_k, dim=-1).indices.flatten()
+    # Integers: their sum does not depend on the order of additions, and nothing waits for the device.
+    counts = torch.zeros(logits_tX.shape[1], dtype=torch.int64, device=chosen.device)
+    counts.scatter_add_(0, chosen, torch.ones_like(chosen))
+    return Sums(probability_sum(logits_tX), counts, logits_tX.shape[0])
+
+
+def probability_sum(logits_tX: Tensor) -> Tensor:
+    """The sum over tokens of the probabilities, fp32 [X], differentiable."""
+    return logits_tX.softmax(dim=-1, dtype=torch.promote_types(logits_tX.dtype, torch.float32)).float().sum(dim=0)
+
+
+def balance_loss(probabilities_X: Tensor, counts_X: Tensor, tokens: int) -> Tensor:
+    """The balance loss of sums over all layers and pieces: X * sum_X (counts / tokens) * (probabilities / tokens).
+
+    Where tokens lie on several ranks, `counts_X` and `tokens` are to be summed over them first; each rank's probabilities then
+    give its share of the loss, and the right gradient.
+
+    Args:
+        probabilities_X: fp32, sum of probabilities.
+        counts_X: how many tokens chose each expert.
+        tokens: tokens times layers.
+    """
+    share_X = (counts_X.double() / tokens).float()
+    return probabilities_X.shape[0] * (share_X * (probabilities_X / tokens)).sum()
+
+
+@final
+class Balance:
+    """The sums of one forward of a model, over its layers and over the pieces of its batch.
+
+    A streamed layer calls `add` with the sums of its `Routing`, their `probabilities_X` exchanged for the differentiable output
+    of the layer's autograd function. A layer that runs whole does so inside `watching`.
+
+    Args:
+        top_k: experts for each token.
+    """
+
+    def __init__(self, top_k: int) -> None:
+        self.top_k = top_k
+        self._sums: Sums | None = None
+        self._logits: list[Tensor] = []
+
+    def add(self, sums: Sums) -> None:
+        """Adds the sums of a layer."""
+        self._sums = sums if self._sums is None else self._sums + sums
+
+    @contextmanager
+    def watching(self, layer: nn.Module, router: Router) -> Iterator[None]:
+        """Adds what the router says inside, plainly run or checkpointed as a whole."""
+        with _within(layer, router, None) as logits:
+            yield
+        # Not inside the layer: what is computed there once would be missing when a checkpoint runs it a second time.
+        for part in logits:
+            self.add(sums_of(part, self.top_k))
+
+    def loss(self, tokens: int) -> Tensor:
+        """The balance loss.
+
+        Args:
+            tokens: of the batch times layers with experts, as a check that no layer is missing.
+
+        Raises:
+            RuntimeError: one is.
+        """
+        if self._sums is None or self._sums.tokens != tokens:
+            seen = 0 if self._sums is None else self._sums.tokens
+            raise RuntimeError(f"router logits of {seen} tokens were seen and not of {tokens}")
+        return balance_loss(self._sums.probabilities_X, self._sums.counts_X, self._sums.tokens)
+
+
+def knows_balance(function: Callable[..., Any], experts: int, top_k: int) -> bool:
+    """Whether a family's `load_balancing_loss_func` is the loss computed here, tried on random logits of two layers."""
+    generator = torch.Generator().manual_seed(0)
+    logits = [torch.randn(5, experts, generator=generator, requires_grad=True) for _ in range(2)]
+    try:
+        want = function(tuple(logits), experts, top_k, None)
+        got_sums = sums_of(logits[0], top_k) + sums_of(logits[1], top_k)
+        got = balance_loss(got_sums.probabilities_X, got_sums.counts_X, got_sums.tokens)
+        gradients = [torch.autograd.grad(loss, logits) for loss in (want, got)]
+    except Exception:  # whatever another function takes or gives, it is not this one
+        return False
+    return torch.allclose(want, got, rtol=1e-5) and all(
+        torch.allclose(left, right, rtol=1e-4, atol=1e-7) for left, right in zip(*gradients, strict=True)
+    )
+
+
+@contextmanager
+def _within(layer: nn.Module, router: Router, mode: TorchFunctionMode | None) -> Iterator[list[Tensor]]:
+    """The mode is on while the layer's router runs, and there alone: a mode costs microseconds for each of the many small
+    operations of experts. Yields a list to which each run adds its logits, if they are known."""
+    module: Any = layer.get_submodule(router.name)
+    own, before, logits = module.forward, module.__dict__.get("forward"), []
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if mode is None:
+            output = own(*args, **kwargs)
+        else:
+            with mode:
+                output = own(*args, **kwargs)
+        if router.logits is not None:
+            logits.append(output[router.logits])
+        return output
+
+    module.__dict__["forward"] = forward
+    try:
+        yield logits
+    finally:
+        del module.__dict__["forward"]
+        if before is not None:
+            module.__dict__["forward"] = before
+
+
+class _Recording(TorchFunctionMode):
+    """Remembers every choice: indices as they were, and of how many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.choices: list[tuple[Tensor, int]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in _TOPK:
+            self.choices.append((result.indices, _input(args, kwargs).shape[-1]))
+        return result
+
+
+class _Replaying(TorchFunctionMode):
+    """Gives back the choices of a tile, in their order, with the scores that stand there now."""
+
+    def __init__(self, chosen: list[Tensor]) -> None:
+        super().__init__()
+        self.left = list(reversed(chosen))
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _TOPK:
+            return func(*args, **(kwargs or {}))
+        if not self.left:
+            raise RuntimeError("a router chose more often than in the forward")
+        scores = _input(args, kwargs)
+        indices = self.left.pop().long().view(*scores.shape[:-1], -1)
+        return torch.return_types.topk((scores.gather(-1, indices), indices))
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """One call of topk in a trial: in which module, how many indices it gives a token, and what holds one."""
+
+    module: str
+    a_token: int
+    dtype: torch.dtype
+
+
+class _Spy(TorchFunctionMode):
+    """Finds out where in an MLP something is chosen, and how. `remove` takes its hooks off again."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.choices: list[_Choice] = []
+        self.outputs: dict[str, Any] = {}
+        self.reason: str | None = None
+        self._inside: list[str] = []
+        self._hooks: list[Any] = []
+        for name, module in layer.mlp.named_modules(prefix=_MLP):
+            self._hooks.append(module.register_forward_pre_hook(self._entering(name)))
+            self._hooks.append(module.register_forward_hook(self._leaving(name)))
+
+    def remove(self) -> None:
+        """Takes the hooks off the modules."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _entering(self, name: str) -> Callable[..., None]:
+        return lambda *_: self._inside.append(name)
+
+    def _leaving(self, name: str) -> Callable[..., None]:
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            self._inside.pop()
+            self.outputs[name] = output
+
+        return leave
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name, scores = getattr(func, "__name__", ""), _input(args, kwargs)
+        if func in _TOPK:
+            dim = args[2] if len(args) > 2 else (kwargs or {}).get("dim", -1)
+            by_token = scores.ndim > 1 and (scores.shape[0] == _TRIAL_TOKENS or scores.shape[:2] == (1, _TRIAL_TOKENS))
+            if dim not in (-1, scores.ndim - 1) or not by_token:
+                self.reason = "chooses among something else than the experts of each token"
+            self.choices.append(_Choice(self._inside[-1], result.indices.numel() // _TRIAL_TOKENS, _small(scores.shape[-1])))
+        # Of the whole tensor or of two, `max` and `min` are numbers and no choice.
+        elif name in _CHOOSING and scores.is_floating_point() and not (name in ("max", "min") and isinstance(result, Tensor)):
+            self.reason = f"chooses by {name}, which cannot be kept"
+        return result
+
+
+def _input(args: Any, kwargs: Any) -> Any:
+    """The tensor that a function was called with first."""
+    return args[0] if args else (kwargs or {}).get("input")
+
+
+def _small(experts: int) -> torch.dtype:
+    """The smallest integers that hold an expert's number."""
+    return torch.uint8 if experts <= 1 << 8 else torch.int16 if experts <= 1 << 15 else torch.int32
+
+
+def _recorded_logits(layer: nn.Module, module: nn.Module) -> int | None:
+    """Which output of the router transformers itself records as its logits."""
+    for found in vars(sys.modules[type(layer).__module__]).values():
+        recorded = getattr(found, "_can_record_outputs", None)
+        recorder = recorded.get("router_logits") if isinstance(recorded, dict) else None
+        target = getattr(recorder, "target_class", None)
+        if isinstance(target, type) and isinstance(module, target):
+            return int(recorder.index)  # type: ignore[union-attr]
+    return None
