@@ -1,0 +1,239 @@
+"""A rehearsal on the CPU: the trainer's own steps without attention, what they held, and memory that runs out."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megaspan import SFTConfig, SFTTrainer, cli, rehearse
+from megaspan.attention.cpu import CPUFlash
+from megaspan.attention.rehearsal import StandIn
+from megaspan.attention.tiled import TiledMath
+from megaspan.human import UserError
+from megaspan.model import levers
+from megaspan.plan import Machine, ModelFacts, choose
+from tests.models import tiny_config
+
+SHORT, LONG = 37, 101
+H200 = Machine("NVIDIA H200", 140 * 2**30, 128 * 2**30, 16)
+
+
+@pytest.fixture(autouse=True)
+def short_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rehearse, "SHORT", SHORT)
+
+
+@pytest.fixture(scope="module")
+def shape(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("shape")
+    tiny_config("qwen3", layers=3).save_pretrained(folder)
+    return folder
+
+
+def settings(shape: Path, out: Path, **changes: object) -> SFTConfig:
+    own = {"model_name_or_path": str(shape), "output_dir": str(out / "run"), "max_length": LONG, "use_cpu": True}
+    return SFTConfig(**(own | changes))
+
+
+@pytest.fixture
+def lengths(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
+    """Tokens of every call, of real kernels and of stand-ins."""
+    seen: dict[str, list[int]] = {"real": [], "stand-in": []}
+    for kind, name in ((CPUFlash, "real"), (TiledMath, "real"), (StandIn, "stand-in")):
+        inner = kind.forward
+
+        def forward(self, q, *others, inner=inner, name=name):
+            seen[name].append(q.shape[0])
+            return inner(self, q, *others)
+
+        monkeypatch.setattr(kind, "forward", forward)
+    return seen
+
+
+def test_two_steps_run_and_no_row_of_theirs_meets_a_real_kernel(shape, tmp_path, lengths):
+    found = rehearse.rehearse(settings(shape, tmp_path))
+    assert found.fits
+    assert (found.model, found.tokens, found.kernel, found.failed_at) == (str(shape), LONG, "CPU flash", None)
+    assert lengths["stand-in"][:3] == [SHORT] * 3
+    assert set(lengths["stand-in"][3:]) == {LONG}
+    assert not {SHORT, LONG} & set(lengths["real"])
+    assert not list(tmp_path.iterdir()), "nothing is left behind, and no folder of a run was made"
+    text = found.render()
+    assert text.splitlines()[-1] == "fits"
+    assert "only that is rehearsed" in text
+    assert json.loads(json.dumps(found.as_dict()))["figures"][0]["rehearsed"] > 0
+
+
+def test_it_moves_what_a_real_step_moves(shape, tmp_path):
+    """The same rows through the same trainer with attention: bytes both ways, bytes held, late fetches are equal."""
+    found = rehearse.rehearse(settings(shape, tmp_path))
+    draw = np.random.default_rng(0)
+    rows = [{"input_ids": draw.integers(3, 100, length).tolist()} for length in (SHORT, LONG)]
+    args = settings(shape, tmp_path, packing=False, max_steps=2, save_strategy="no", train_sampling_strategy="sequential")
+    trainer = SFTTrainer(args=args, train_dataset=rows)
+    checkpointing = levers(trainer.model).checkpointing
+    before = []
+    trainer.add_callback(type("Between", (rehearse.TrainerCallback,), {
+        "on_step_begin": lambda self, *_, **__: before.append(checkpointing.stats()),
+    }))  # fmt: skip
+    trainer.train()
+    after, between = checkpointing.stats(), before[1]
+    for name, field in (
+        ("copied to the host", "bytes_to_host"),
+        ("copied to the device", "bytes_to_device"),
+        ("fetched too late", "late"),
+    ):
+        assert found.figure(name).rehearsed == getattr(after, field) - getattr(between, field), name
+    assert found.figure("host, for what layers keep").rehearsed == after.host_bytes
+    assert after.bytes_to_host > 0
+
+
+def test_with_several_rows_a_step_the_long_one_comes_when_gradients_exist(shape, tmp_path, lengths):
+    rehearse.rehearse(settings(shape, tmp_path, gradient_accumulation_steps=5, per_device_train_batch_size=2))
+    assert lengths["stand-in"][:9] == [SHORT] * 9
+    assert set(lengths["stand-in"][9:]) == {LONG}
+
+
+def test_only_what_shapes_memory_is_taken_from_the_file(shape, tmp_path):
+    """No data is read, nothing is evaluated, logged elsewhere or saved; the levers are as wished."""
+    config = settings(
+        shape, tmp_path, dataset_name=str(tmp_path / "nothing here"), eval_strategy="steps", eval_steps=1, save_total_limit=2,
+        max_rows=7, overlong="drop", packing=False, num_train_epochs=9, report_to="tensorboard", data_seed=3,
+        gradient_checkpointing_kwargs={"offload": False}, max_grad_norm=0.0, lr_scheduler_type="cosine", warmup_steps=0.5,
+        loss_type="nll", dtype="bfloat16", model_init_kwargs={"num_hidden_layers": 2},
+    )  # fmt: skip
+    args = rehearse._arguments(config, tmp_path, 1)
+    assert (args.loss_type, args.offload, args.max_grad_norm, args.dtype, args.lr_scheduler_type) == (
+        "nll", False, 0.0, "bfloat16", "cosine",
+    )  # fmt: skip
+    assert (args.dataset_name, args.eval_strategy, args.save_strategy, args.report_to) == (None, "no", "no", "none")
+    (tmp_path / "shape" / "config.json").unlink()
+    (tmp_path / "shape").rmdir()
+    found = rehearse.rehearse(config)
+    assert found.fits
+    assert found.plan.model.layers == 2
+    assert found.figure("copied to the host").rehearsed == 0
+
+
+def test_a_model_with_weights_is_rehearsed_by_its_shape(shape, tmp_path):
+    """Its weights are not read: they may be 16 GB on a hub."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text((shape / "config.json").read_text())
+    (folder / "model.safetensors").write_text("no weights")
+    assert rehearse.rehearse(settings(folder, tmp_path)).fits
+
+
+def test_adapters_are_rehearsed(shape, tmp_path):
+    pytest.importorskip("peft")
+    found = rehearse.rehearse(settings(shape, tmp_path, use_peft=True, lora_r=2))
+    assert found.fits
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, way: str, calls: int, error: BaseException) -> None:
+    """The stand-in runs out of memory at its call number `calls` (from 1)."""
+    inner, seen = getattr(StandIn, way), []
+
+    def run(self, *given):
+        seen.append(given)
+        if len(seen) == calls:
+            raise error
+        return inner(self, *given)
+
+    monkeypatch.setattr(StandIn, way, run)
+
+
+@pytest.mark.parametrize(
+    ("way", "calls", "moment"),
+    [
+        ("forward", 1, "forward of layer 1 of 3 (step 1 of 2)"),
+        ("forward", 5, "forward of layer 2 of 3 (step 2 of 2)"),
+        ("backward", 4, "backward of layer 3 of 3 (step 2 of 2)"),
+        ("backward", 6, "backward of layer 1 of 3 (step 2 of 2)"),
+    ],
+)
+def test_running_out_of_memory_is_a_result_with_its_moment(monkeypatch, shape, tmp_path, way, calls, moment):
+    failing(monkeypatch, way, calls, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 26 GiB.\nmore"))
+    found = rehearse.rehearse(settings(shape, tmp_path))
+    assert not found.fits
+    assert found.failed_at == moment
+    assert found.why == "CUDA out of memory. Tried to allocate 26 GiB."
+    text = found.render()
+    assert f"DOES NOT FIT: memory ran out in the {moment}" in text
+    assert "max_length" in text, "what to turn"
+    assert not list(tmp_path.iterdir())
+
+
+def test_another_error_is_no_result(monkeypatch, shape, tmp_path):
+    failing(monkeypatch, "forward", 2, RuntimeError("a bug"))
+    with pytest.raises(RuntimeError, match="a bug"):
+        rehearse.rehearse(settings(shape, tmp_path))
+
+
+def test_host_memory_that_the_plan_misses_is_not_asked_for(shape, tmp_path, lengths):
+    found = rehearse.rehearse(settings(shape, tmp_path, host_memory="64MiB"))
+    assert not found.fits
+    assert found.failed_at == "setting up, before the first step"
+    assert "of host memory by the plan" in found.render()
+    assert not lengths["stand-in"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without a GPU is the point")
+def test_a_gpu_elsewhere_cannot_be_rehearsed_on(shape, tmp_path):
+    with pytest.raises(UserError, match="there is none here"):
+        rehearse.rehearse(settings(shape, tmp_path, use_cpu=False, memory_limit="80GiB"))
+
+
+@pytest.mark.parametrize(("room", "code"), [("64GiB", 0), ("64MiB", 1)])
+def test_the_verb_prints_it_and_says_by_its_exit_code_whether_it_fits(shape, tmp_path, capsys, monkeypatch, room, code):
+    monkeypatch.chdir(tmp_path)
+    flags = ["--model_name_or_path", str(shape), "--max_length", str(LONG), "--use_cpu", "true", "--host_memory", room]
+    assert cli.main(["plan", *flags, "--rehearse"]) == code
+    assert capsys.readouterr().out.startswith("rehearsal: ")
+    assert cli.main(["plan", *flags, "--rehearse", "--json"]) == code
+    written = json.loads(capsys.readouterr().out)
+    assert written["fits"] == (code == 0)
+    assert written["plan"]["tokens"] == LONG
+
+
+def test_numbers_of_a_gpu_stand_beside_the_plans(tmp_path, shape):
+    """The planner's allowances are not tensors; seconds are compared without attention and without the pauses for it."""
+    facts = ModelFacts.from_config(json.loads((Path(rehearse.__file__).parent / "plan/shapes/qwen3-8b.json").read_text()))
+    config = SFTConfig(model_name_or_path="qwen3-8b", max_length="256k", memory_limit="80GiB", dtype="bfloat16")
+    plan = choose(config, facts, H200)
+    watch = rehearse._Watch()
+    allowance = next(part.bytes for part in plan.parts if part.name.startswith("CUDA context"))
+    watch.device_peak, watch.reserved, watch.pinned = plan.device_bytes - allowance, 79 * 2**30, 5
+    watch.seconds, watch.paused, watch.exposed, watch.copying, watch.pauses = 50.0, 20.0, 0.25, 3.0, True
+    watch.host_peak, watch.peak_at, watch.kernel, watch.step = 2**30, "backward of layer 3 of 36", "FlashAttention 4", 2
+    found = rehearse._result(config, plan, watch, None, None)
+    assert found.fits
+    assert found.figure(rehearse.DEVICE).difference == pytest.approx(0)
+    assert found.figure(rehearse.EXPOSED).rehearsed == 0.25
+    attention = sum(part.seconds for part in plan.seconds.parts if part.name.startswith("attention"))
+    step = found.figure("step without attention")
+    assert (step.planned, step.rehearsed) == (pytest.approx(plan.seconds.total - attention), 30.0)
+    assert "peak came in the backward of layer 3" in found.render()
+    watch.reserved = 81 * 2**30
+    too_much = rehearse._result(config, plan, watch, None, None)
+    assert not too_much.fits
+    assert "memory_limit: 76.0GiB" in too_much.render()
+    watch.pauses, watch.copying, watch.exposed = False, None, None
+    assert "could not be read whole" in rehearse._result(config, plan, watch, None, None).render()
+
+
+def test_a_pause_is_made_of_the_plans_own_rate(monkeypatch, shape):
+    facts = ModelFacts.from_config(json.loads((Path(rehearse.__file__).parent / "plan/shapes/qwen3-8b.json").read_text()))
+    plan = choose(SFTConfig(model_name_or_path="qwen3-8b", max_length="128k", dtype="bfloat16"), facts, H200)
+    monkeypatch.setattr(rehearse, "cycles_per_second", lambda device: 1.7e9)
+    pause = rehearse._pause(plan, torch.device("cuda"))
+    assert pause is not None
+    assert 4e14 < pause.backward < 7e14, "what kernels reach on an H200"
+    unknown = replace(plan, seconds=replace(plan.seconds, parts=()))
+    assert rehearse._pause(unknown, torch.device("cuda")) is None
+    assert rehearse._pause(plan, torch.device("cpu")) is None
