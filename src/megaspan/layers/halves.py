@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megaspan.attention import AttentionCall
@@ -79,12 +80,19 @@ class Halves:
         x_BtE: Tensor,
         tokens: slice,
         arguments: dict[str, Any],
+        heads: tuple[slice, slice] | None = None,
         into: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> AttentionCall:
-        """`family.before`, fused; q, k, v lie in memory as [batch, t, heads, D], in `into` if given (outside a graph)."""
+        """`family.before`, fused; q, k, v lie in memory as [batch, t, heads, D], in `into` if given (outside a graph).
+
+        `heads`: query heads and KV heads that are wanted; None for all.
+        """
         attention, size, dtype = layer.self_attn, asked.q_BHTD.shape[-1], asked.q_BHTD.dtype
         hidden = normed(layer, family.before_attention, x_BtE)
-        q, k, v = (getattr(attention, name)(hidden).unflatten(-1, (-1, size)) for name in _PROJECTIONS)
+        wanted = (None, None, None) if heads is None else (heads[0], heads[1], heads[1])
+        q, k, v = (
+            _projected(getattr(attention, name), hidden, part, size) for name, part in zip(_PROJECTIONS, wanted, strict=True)
+        )
         cos, sin = (table[:, tokens] for table in arguments["position_embeddings"])
         weights = (attention.q_norm.weight, attention.k_norm.weight) if self.norm else None
         v = v.to(dtype) if into is None else into[2].copy_(v)
@@ -107,6 +115,18 @@ class Halves:
                 if type(module) is not kind or patched or any(getattr(module, hooks) for hooks in _HOOKS):
                     return False
         return True
+
+
+def _projected(projection: Any, hidden: Tensor, heads: slice | None, size: int) -> Tensor:
+    """[..., heads, D] of a projection; of some heads only those are computed where it is a plain linear map."""
+    if heads is None:
+        return projection(hidden).unflatten(-1, (-1, size))
+    plain = type(projection) is nn.Linear and "forward" not in projection.__dict__
+    if not plain or any(getattr(projection, hooks) for hooks in _HOOKS):
+        return projection(hidden).unflatten(-1, (-1, size))[..., heads, :]
+    rows = slice(heads.start * size, heads.stop * size)
+    bias = None if projection.bias is None else projection.bias[rows]
+    return F.linear(hidden, projection.weight[rows], bias).unflatten(-1, (-1, size))
 
 
 def find_halves(layer: Any, family: Family, fused: Fused) -> Halves:

@@ -2,21 +2,20 @@
 
 On the seam that checkpointing uses (each layer calls its `_gradient_checkpointing_func` with its own forward and the hidden
 states), a layer of a family that is proven runs as one function (`stream.py`): attention forward once, token-wise work in
-tiles. It keeps its input and attention's output, 8.6 GB each a layer at 1,048,576 tokens of an 8B model; both wait on the
-host if asked to. Any other layer, and any call that the streamed layer does not know (a cache, a foreign mask), takes
-ordinary checkpointing, with the reason.
+tiles. What it keeps of each row goes where the keep policy says (`tape.py`). Any other layer, and any call that the streamed
+layer does not know (a cache, a foreign mask, several rows at once), takes ordinary checkpointing, with the reason.
 """
 
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from megaspan.attention.seam import NAME, refuse_packed
 from megaspan.layers.checkpoint import Checkpointing, CheckpointStats, checkpointed_layers, draws_random_numbers
@@ -24,9 +23,11 @@ from megaspan.layers.family import Family, describe
 from megaspan.layers.fused import Fused
 from megaspan.layers.halves import Halves, find_halves
 from megaspan.layers.norms import fuse_norms, unfuse_norms
+from megaspan.layers.reuse import Reuse
 from megaspan.layers.selfcheck import prove_family
 from megaspan.layers.stream import Counts, LayerPlan, LayerRun
-from megaspan.memory.offload import LayerInputs, SavedInput
+from megaspan.layers.tape import Stores, Tape, host_slots
+from megaspan.plan.keep import KeepPolicy, LayerKeep
 
 _CACHES = ("cache", "past_key_values", "past_key_value")
 _WANTED_FROM_INSIDE = ("output_attentions", "output_router_logits")
@@ -42,6 +43,7 @@ class StreamStats(CheckpointStats):
         attention_backwards: and backward.
         passed_on: training calls of them that took ordinary checkpointing, because something was asked for that they do not
         give.
+        reused: backwards whose gradient overwrote the incoming one.
         fused_attentions: layers whose first half (q/k norm, rotary embedding) runs fused.
         fused_mlps: layers whose MLP does.
         compiled: fused formulas that run compiled so far.
@@ -51,6 +53,7 @@ class StreamStats(CheckpointStats):
     attention_forwards: int = 0
     attention_backwards: int = 0
     passed_on: int = 0
+    reused: int = 0
     fused_attentions: int = 0
     fused_mlps: int = 0
     compiled: int = 0
@@ -62,10 +65,7 @@ class Streaming:
 
     Args:
         plan: tile and head group sizes.
-        offload: layer inputs and attention outputs wait on the host.
-        keep_on_device: of the last layers, how many keep theirs on the device anyway.
-        keep_outputs: of the last layers, how many keep attention's output; the others run attention forward a second time.
-            All by default.
+        keep: what each layer keeps, and where; None keeps everything on the device.
         on_layer: called as `on_layer("forward" | "backward", index)` when a layer begins.
         host_limit: most bytes of host memory, or None.
     """
@@ -73,21 +73,24 @@ class Streaming:
     def __init__(
         self,
         plan: LayerPlan | None = None,
-        offload: bool = False,
-        keep_on_device: int = 0,
+        keep: KeepPolicy | None = None,
         on_layer: Callable[[str, int], None] | None = None,
         *,
-        keep_outputs: int | None = None,
         host_limit: int | None = None,
     ) -> None:
-        self.plan = plan or LayerPlan()
-        self.offload, self.keep_on_device, self.keep_outputs = offload, keep_on_device, keep_outputs
-        self.general = Checkpointing(offload, keep_on_device, on_layer, host_limit=host_limit)
+        self.plan, self.keep = plan or LayerPlan(), keep
+        stay = 0
+        if keep is not None:
+            stay = next((n for n, layer in enumerate(reversed(keep.layers)) if layer.input != "device"), len(keep.layers))
+        self.general = Checkpointing(keep is not None and stay < len(keep.layers), stay, on_layer, host_limit=host_limit)
         self.reasons: list[str | None] = []
         self.fused = Fused()
+        self.reuse = Reuse()
         self._host_limit = host_limit
         self._counts = Counts()
-        self._kept: tuple[LayerInputs, LayerInputs] | None = None
+        self._policy = KeepPolicy((LayerKeep("device", "device"),))
+        self._stores: Stores | None = None
+        self._tape: weakref.ref[Tape] | None = None
         self._layers: list[Any] = []
         self._fused: list[nn.Module] = []
         self._halves: dict[int, Halves] = {}
@@ -118,6 +121,7 @@ class Streaming:
             if proof and fused:
                 fused, self._unfused, proof = False, proof, prove_family(model, False)
         self.reasons = [family if isinstance(family, str) else proof for family in families]
+        self._policy = self._policy_of(self.keep)
         for index, (layer, family) in enumerate(zip(self._layers, families, strict=True)):
             if self.reasons[index] is None:
                 # The general path put the attribute there and takes it away again.
@@ -136,9 +140,9 @@ class Streaming:
         """Restores the model and frees the host memory."""
         unfuse_norms(self._fused)
         self.general.remove()
-        for kept in self._kept or ():
-            kept.close()
-        self._layers, self._fused, self._kept, self.reasons = [], [], None, []
+        if self._stores is not None:
+            self._stores.close()
+        self._layers, self._fused, self._stores, self._tape, self.reasons = [], [], None, None, []
         self._halves, self._unfused = {}, None
 
     def reserve(self, device: torch.device, layer_input_bytes: int, rows: int = 1) -> None:
@@ -147,35 +151,37 @@ class Streaming:
         Raises:
             UserError: the host has not that much, or it cannot be pinned.
         """
-        if not self.offload:
-            return
-        inputs, outputs = self._moved()
-        if inputs:
-            kept_inputs, kept_outputs = self._keepers(device)
-            kept_inputs.reserve(rows * inputs, layer_input_bytes)
-            if outputs:
-                kept_outputs.reserve(rows * outputs, int(layer_input_bytes * self._output_share()))
+        if self._streamed():
+            inputs, outputs = host_slots(self._policy, self.plan.stream_back)
+            output_share, sum_share = self._shares()
+            groups = self._groups()
+            self._stores_on(device).reserve(
+                (rows * inputs, layer_input_bytes),
+                (rows * outputs * groups, -(-int(layer_input_bytes * output_share) // groups)),
+                (rows * outputs * groups, -(-int(layer_input_bytes * sum_share) // groups)),
+            )
         if len(self._streamed()) < len(self._layers):
             self.general.reserve(device, layer_input_bytes, rows)
 
     def discard(self) -> None:
         """Lets go of everything saved after a step that was abandoned."""
         self.general.discard()
-        for kept in self._kept or ():
-            kept.discard()
+        self._tape = None
+        if self._stores is not None:
+            self._stores.discard()
 
     def stats(self) -> StreamStats:
         """Layers of both kinds, attention calls, host bytes held, bytes moved, seconds spent pinning."""
         totals = vars(self.general.stats()).copy()
-        for kept in self._kept or ():
-            for name, value in vars(kept.stats()).items():
-                totals[name] += value
+        for name, value in (self._stores.stats() if self._stores is not None else {}).items():
+            totals[name] += value
         return StreamStats(
             **totals,
             streamed=len(self._streamed()),
             attention_forwards=self._counts.forwards,
             attention_backwards=self._counts.backwards,
             passed_on=self._counts.passed_on,
+            reused=self._counts.reused,
             fused_attentions=sum(halves.attention for halves in self._halves.values()),
             fused_mlps=sum(halves.activation is not None for halves in self._halves.values()),
             compiled=self.fused.compiled,
@@ -189,31 +195,43 @@ class Streaming:
     def _streamed(self) -> list[int]:
         return [index for index, reason in enumerate(self.reasons) if reason is None]
 
-    def _moves(self, index: int) -> bool:
-        return self.offload and index < len(self._layers) - self.keep_on_device
+    def _policy_of(self, keep: KeepPolicy | None) -> KeepPolicy:
+        """The policy of the streamed layers; one behind a layer that does not stream cannot be computed from one before it."""
+        given = keep.layers if keep is not None else (LayerKeep("device", "device"),) * len(self._layers)
+        if len(given) != len(self._layers):
+            raise ValueError(f"a keep policy of {len(given)} layers for a model of {len(self._layers)}")
+        again, layers = keep.again if keep is not None else "device", []
+        for index, layer in enumerate(given):
+            alone = index == 0 or self.reasons[index - 1] is not None
+            layers.append(replace(layer, input=again) if layer.input is None and alone else layer)
+        return KeepPolicy(tuple(layers), again)
 
-    def _keeps_output(self, index: int) -> bool:
-        return self.keep_outputs is None or index >= len(self._layers) - self.keep_outputs
+    def _shares(self) -> tuple[float, float]:
+        """Bytes of attention's output and of its log-sum-exp for each byte of a layer's input."""
+        attention = self._layers[self._streamed()[0]].self_attn
+        projection = attention.o_proj
+        size = next(self._layers[self._streamed()[0]].parameters()).dtype.itemsize
+        heads = projection.in_features / getattr(attention, "head_dim", projection.in_features)
+        return projection.in_features / projection.out_features, heads * max(4, size) / (projection.out_features * size)
 
-    def _moved(self) -> tuple[int, int]:
-        """How many layer inputs and how many attention outputs of a row go to the host."""
-        moved = [index for index in self._streamed() if self._moves(index)]
-        return len(moved), len([index for index in moved if self._keeps_output(index)])
+    def _groups(self) -> int:
+        """Head groups of a layer."""
+        attention = self._layers[self._streamed()[0]].self_attn
+        count = getattr(attention.config, "num_key_value_heads", None) or 1
+        return -(-count // (self.plan.kv_heads_per_call or count))
 
-    def _output_share(self) -> float:
-        """Bytes of attention's output for each byte of a layer's input."""
-        projection = self._layers[self._streamed()[0]].self_attn.o_proj
-        return float(projection.in_features / projection.out_features)
+    def _stores_on(self, device: torch.device) -> Stores:
+        if self._stores is None:
+            self._stores = Stores(device, self._host_limit, self._shares())
+        return self._stores
 
-    def _keepers(self, device: torch.device) -> tuple[LayerInputs, LayerInputs]:
-        """The two keepers of inputs and of outputs: each prefetches its own kind one layer ahead."""
-        if self._kept is None:
-            inputs_limit = outputs_limit = None
-            if self._host_limit is not None:
-                inputs_limit = int(self._host_limit / (1 + self._output_share()))
-                outputs_limit = self._host_limit - inputs_limit
-            self._kept = LayerInputs(device, limit=inputs_limit), LayerInputs(device, limit=outputs_limit)
-        return self._kept
+    def _tape_at(self, index: int, device: torch.device) -> Tape:
+        """The tape of the forward that runs; the first streamed layer begins a new one."""
+        tape = None if self._tape is None or index == self._streamed()[0] else self._tape()
+        if tape is None:
+            tape = Tape(self._policy, self._stores_on(device), self.plan.stream_back, self._groups())
+            self._tape = weakref.ref(tape)  # the graph holds it: with the graph goes what it keeps
+        return tape
 
     def _run(self, index: int, family: Any, checkpointed: Callable[..., Any], function: Any, *args: Any) -> Any:
         """Runs one layer; `function` is its forward with all keyword arguments bound, `args` begins with the hidden states."""
@@ -230,27 +248,22 @@ class Streaming:
         if index == self._streamed()[0]:
             refuse_packed(arguments.get("position_ids"))
         self.general._announce("forward", index, x.device)
-        parameters = [parameter for parameter in layer.parameters() if parameter.requires_grad]
         run = LayerRun(
+            index=index,
             layer=layer,
             family=family,
             plan=self.plan,
-            keep_output=self._keeps_output(index),
+            place=self._policy.layers[index].output,
             arguments=arguments,
-            parameters=parameters,
+            parameters=[parameter for parameter in layer.parameters() if parameter.requires_grad],
             wants_x=x.requires_grad,
             seed=int(torch.randint(2**62, ())) if draws_random_numbers(layer) else None,
             counts=self._counts,
             on_backward=functools.partial(self.general._announce, "backward", index, x.device),
+            reuse=self.reuse,
             halves=self._halves.get(index),
         )
-        if not self.offload:
-            return run(x)
-        inputs, outputs = self._keepers(x.device)
-        if index == self._streamed()[0]:
-            for keeper, moved in zip((inputs, outputs), self._moved(), strict=True):
-                keeper.start_row(moved)
-        return _with_hooks(inputs, outputs, not self._moves(index), functools.partial(run, x))
+        return run(x, self._tape_at(index, x.device))
 
     def _inside_hooks(
         self, layer: Any, index: int, family: Any, checkpointed: Callable[..., Any], function: Any, *args: Any
@@ -290,29 +303,15 @@ def _asks_for_more(layer: Any) -> str | None:
 
 
 def _known_call(layer: Any, x: Any, arguments: dict[str, Any]) -> bool:
-    """Whether this call is a layer's plain training forward, which is all that the streamed layer computes."""
+    """Whether this call is a layer's plain training forward of one row, which is all that the streamed layer computes."""
     tables = arguments.get("position_embeddings")
     return (
         isinstance(x, Tensor)
         and x.ndim == 3
+        and x.shape[0] == 1
         and isinstance(tables, tuple)
         and all(isinstance(table, Tensor) and table.shape[-2] == x.shape[1] for table in tables)
         and all(arguments.get(name) is None for name in _CACHES)
         and not any(arguments.get(name) for name in _WANTED_FROM_INSIDE)
         and layer.self_attn.config._attn_implementation == NAME
     )
-
-
-def _with_hooks(inputs: LayerInputs, outputs: LayerInputs, keep: bool, run: Callable[[], Tensor]) -> Tensor:
-    """Runs a layer whose saved tensors, in the order in which it saves them, go through their keepers."""
-    order = iter((inputs, outputs))
-
-    def pack(tensor: Tensor) -> Tensor | tuple[LayerInputs, SavedInput]:
-        keeper = next(order, None)  # the third is the log-sum-exp, which is small and stays
-        return tensor if keeper is None else (keeper, keeper.pack(tensor, keep=keep))
-
-    def unpack(saved: Tensor | tuple[LayerInputs, SavedInput]) -> Tensor:
-        return saved if isinstance(saved, Tensor) else saved[0].unpack(saved[1])
-
-    with saved_tensors_hooks(pack, unpack):
-        return run()

@@ -1,4 +1,4 @@
-"""Layer inputs that wait on the host between forward and backward, copied beside the computation.
+"""What layers keep, waiting on the host between forward and backward, copied beside the computation.
 
 Checkpointing keeps one tensor per layer, its input: layers × tokens × hidden × 2 bytes, 39 GB at 131,072 tokens of an 8B model
 and 309 GB at a million. On the device that is the whole memory; on the host it costs two copies over a link of 50 GB/s, a few
@@ -16,6 +16,9 @@ percent of the time the layer computes, *if* nobody waits for them. So:
 * Host memory comes back to the arena as soon as the copy from it is queued; every later copy into the arena waits for the last
   one out of it, on the device, not on the host.
 
+A row too long to come back whole is read tile by tile (`tiles`): the next tile's copy runs while this one is worked on, so that
+two tiles are on the device, 0.27 GB instead of 8.6 GB of an 8B layer's input at a million tokens.
+
 No call here makes the host wait for the device, except when the arena grows. On the CPU the same code runs with torch.cpu's
 empty streams, so the tests cover it.
 """
@@ -24,6 +27,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -87,6 +91,14 @@ class SavedInput:
         if self.slot is not None or self.fetched is not None:
             self.orphans.append((self.slot, None if self.fetched is None else self.tensor, self.fetched))
 
+    def check_there(self) -> None:
+        """Raises RuntimeError where it was let go of."""
+        if self.spent:
+            raise RuntimeError(
+                "The layer inputs of this forward are gone: its step was abandoned, or this is a second backward through it. "
+                "Run the forward again, or set gradient_checkpointing_kwargs={'offload': False} and retain_graph=True."
+            )
+
     def check_unchanged(self) -> None:
         """Raises RuntimeError where the model's own tensor is no longer what was saved."""
         if self.tensor is not None and self.version is not None and self.tensor._version != self.version:
@@ -116,11 +128,13 @@ class LayerInputs:
     Args:
         device: where the inputs live; on a CPU the copies go to plain memory.
         limit: most bytes of host memory, or None.
-        in_flight: sources that may be alive on the device while they are copied to the host.
+        in_flight: sources that may be alive on the device while they are copied to the host; None leaves it to `land`.
         backend: the module with streams and events; torch.cuda or torch.cpu, for tests another.
     """
 
-    def __init__(self, device: torch.device, *, limit: int | None = None, in_flight: int = 2, backend: Any = None) -> None:
+    def __init__(
+        self, device: torch.device, *, limit: int | None = None, in_flight: int | None = 2, backend: Any = None
+    ) -> None:
         on_gpu = device.type == "cuda"
         self.arena = HostArena(pinned=on_gpu, limit=limit)
         self._device = torch.device("cuda", torch.cuda.current_device()) if on_gpu and device.index is None else device
@@ -165,10 +179,12 @@ class LayerInputs:
         saved.previous, self._last = self._last, weakref.ref(saved)
         self._saved.add(saved)
         if keep or not source.numel():
-            self._land(max(len(self._in_flight) - 1, 0))
+            allowed = max(len(self._in_flight) - 1, 0)
         else:
             self._send(saved)
-            self._land(self._in_flight_limit)
+            allowed = self._in_flight_limit if self._in_flight_limit is not None else len(self._in_flight)
+        if self._in_flight_limit is not None:
+            self.land(allowed)
         return saved
 
     def unpack(self, saved: SavedInput) -> torch.Tensor:
@@ -177,35 +193,78 @@ class LayerInputs:
         Raises:
             RuntimeError: it was given out before (a second backward), dropped by `discard`, or overwritten.
         """
-        if saved.spent:
-            raise RuntimeError(
-                "The layer inputs of this forward are gone: its step was abandoned, or this is a second backward through it. "
-                "Run the forward again, or set gradient_checkpointing_kwargs={'offload': False} and retain_graph=True."
-            )
+        tensor = self.peek(saved)
+        self._spend(saved)
+        previous = saved.previous() if saved.previous is not None else None
+        if previous is not None and not previous.spent:
+            self._fetch(previous)
+        self.land()
+        return tensor
+
+    def peek(self, saved: SavedInput) -> torch.Tensor:
+        """The whole tensor on the device, where it stays, ready for the current stream.
+
+        Raises:
+            RuntimeError: as `unpack`.
+        """
+        saved.check_there()
         self._sweep()
         self._late += saved.tensor is None
         self._fetch(saved)
         if saved.fetched is not None:
             self._stream().wait_event(saved.fetched)
         saved.check_unchanged()
-        tensor = saved.tensor
-        assert tensor is not None
-        self._spend(saved)
-        previous = saved.previous() if saved.previous is not None else None
-        if previous is not None and not previous.spent:
-            self._fetch(previous)
-        self._land(0)
+        assert saved.tensor is not None
+        return saved.tensor
+
+    def prefetch(self, saved: SavedInput) -> None:
+        """Starts the copy back to the device; nothing happens where it has started."""
+        if not saved.spent:
+            self._fetch(saved)
+
+    def copy_of(self, saved: SavedInput) -> torch.Tensor:
+        """The whole tensor on the device for one use; on the host it stays where it is."""
+        saved.check_there()
+        if saved.tensor is not None:
+            return self.peek(saved)
+        tensor, arrived = self._read(saved, slice(None))
+        self._stream().wait_event(arrived)
         return tensor
+
+    def tiles(self, saved: SavedInput, cuts: Sequence[slice]) -> Iterator[torch.Tensor]:
+        """Slices of the second dimension, each ready for the current stream, the next one on its way.
+
+        Args:
+            saved: of shape [1, T, ...].
+            cuts: slices of T, of step one; any, in any order.
+        """
+        saved.check_there()
+        if saved.tensor is not None:
+            whole = self.peek(saved)
+            for cut in cuts:
+                yield whole[:, cut]
+            return
+        ahead = self._read(saved, cuts[0])
+        for following in (*cuts[1:], None):
+            tensor, arrived = ahead
+            if following is not None:
+                ahead = self._read(saved, following)
+            self._stream().wait_event(arrived)
+            yield tensor
+
+    def release(self, saved: SavedInput) -> None:
+        """Lets go of a tensor that is not needed any more; nothing happens where that was done."""
+        if saved.fetched is not None and not saved.spent:
+            self._stream().wait_event(saved.fetched)
+        self._spend(saved)
 
     def discard(self) -> None:
         """Lets go of every input still saved: after a step that was abandoned, whose graph may live on in a traceback."""
         for saved in list(self._saved):
-            if saved.fetched is not None and not saved.spent:
-                self._stream().wait_event(saved.fetched)
-            self._spend(saved)
+            self.release(saved)
         self._last = None
         self._sweep()
-        self._land(0)
+        self.land()
 
     def close(self) -> None:
         """Discards, waits for the device and frees the host memory."""
@@ -264,13 +323,26 @@ class LayerInputs:
         saved.slot = None
         self._bytes_to_device += saved.tensor.nbytes
 
+    def _read(self, saved: SavedInput, tokens: slice) -> tuple[torch.Tensor, Any]:
+        """Queues a copy of some tokens from the host, which keeps them; the tensor and the event of its arrival."""
+        assert saved.slot is not None
+        source = saved.slot.view(saved.shape, saved.dtype)[:, tokens]
+        tensor = torch.empty(source.shape, dtype=saved.dtype, device=self._device)
+        self._to_device.wait_event(self._stream().record_event())
+        self._to_device.wait_event(saved.copied)
+        with self._backend.stream(self._to_device):
+            _copy(tensor, source)
+            self._last_fetch = self._to_device.record_event()
+        self._bytes_to_device += tensor.nbytes
+        return tensor, self._last_fetch
+
     def _spend(self, saved: SavedInput) -> None:
         """Lets go of all that `saved` holds; the current stream has waited for its copy to the device."""
         if saved.slot is not None:
             self.arena.give(saved.slot)
         saved.spent, saved.tensor, saved.slot, saved.fetched = True, None, None, None
 
-    def _land(self, allowed: int) -> None:
+    def land(self, allowed: int = 0) -> None:
         """Lets go of the oldest sources, until `allowed` are left, once their stream waits for their copy."""
         while len(self._in_flight) > allowed:
             flight = self._in_flight.popleft()

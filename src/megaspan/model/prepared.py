@@ -232,15 +232,26 @@ def _checkpoint(model: PreTrainedModel, state: Levers) -> None:
 
     plan, limit = state.plan, state.plan.host_limit or None
     if plan.streamed:
-        tiles = LayerPlan(tile_tokens=plan.layer_tile_tokens, kv_heads_per_call=plan.kv_heads_per_call)
-        state.checkpointing = Streaming(
-            tiles, plan.offload, plan.keep_on_device, state.layer_reached, keep_outputs=plan.keep_outputs, host_limit=limit
-        )
+        tiles = LayerPlan(plan.layer_tile_tokens, plan.kv_heads_per_call, getattr(plan, "stream_back", False))
+        layers = len(checkpointed_layers(model))
+        state.checkpointing = Streaming(tiles, _policy(plan, layers), state.layer_reached, host_limit=limit)
     else:
         state.checkpointing = Checkpointing(plan.offload, plan.keep_on_device, state.layer_reached, host_limit=limit)
     state.checkpointing.install(model)
     layer = checkpointed_layers(model)[0]
     state.settings = replace(state.settings, checkpoint_seam=(layer, layer.__dict__["_gradient_checkpointing_func"]))
+
+
+def _policy(plan: Any, layers: int) -> Any:
+    from megaspan.plan.keep import KeepPolicy, LayerKeep
+
+    if getattr(plan, "keep", None) is not None:
+        return plan.keep
+    places: list[Any] = [
+        "host" if plan.offload and index < layers - plan.keep_on_device else "device" for index in range(layers)
+    ]
+    kept = range(layers - plan.keep_outputs, layers)
+    return KeepPolicy(tuple(LayerKeep(place, place if index in kept else None) for index, place in enumerate(places)))
 
 
 def _restore_attention(model: PreTrainedModel, settings: Settings) -> None:

@@ -1,0 +1,271 @@
+"""What the layers of one row keep between forward and backward, where it waits, and how it comes back.
+
+A streamed layer keeps its input and attention's output: 8.6 GB each a layer at 1,048,576 tokens of an 8B model, 618 GB in all.
+The keep policy says for each layer and each of the two whether it stays on the device, waits on the host or is computed again.
+An input that is not kept is computed again from the nearest earlier one that is: its segment is run forward once more in the
+backward, and keeps its inputs then, when the layers above have let go of theirs. Where attention's output was kept, that second
+run is token-wise work alone: 1.2 s of a layer's 55 at a million tokens, where attention would take 13.
+
+A `Tape` is one forward of one row; it lives as long as the graph that holds it.
+
+Source: Chen et al. 2016, arXiv 1604.06174 (segments); the policy itself is `plan/keep.py`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from megaspan.memory.offload import LayerInputs, OffloadStats, SavedInput
+from megaspan.plan.keep import KeepPolicy, Place
+
+
+@final
+class Stores:
+    """Where the layers of a model keep things: one store for each kind, so that all pieces of a store have one size.
+
+    Args:
+        device: where the layers run.
+        limit: most bytes of host memory in all, or None.
+        shares: bytes of a layer's output and of its log-sum-exp for each byte of its input.
+    """
+
+    def __init__(self, device: torch.device, limit: int | None = None, shares: tuple[float, float] = (1.0, 0.1)) -> None:
+        whole = 1 + sum(shares)
+        limits = [None if limit is None else int(limit * share / whole) for share in (1, *shares)]
+        # Sources are let go of when the next layer's attention begins: a long row has no room for two layers' copies.
+        self.inputs, self.outputs, self.sums = (LayerInputs(device, limit=each, in_flight=None) for each in limits)
+
+    @property
+    def all(self) -> tuple[LayerInputs, LayerInputs, LayerInputs]:
+        """The three stores."""
+        return self.inputs, self.outputs, self.sums
+
+    def start_row(self, inputs: int, outputs: int) -> None:
+        """A forward begins that has this many of each on the host at once: room for all is made at the first."""
+        self.inputs.start_row(inputs)
+        self.outputs.start_row(outputs)
+        self.sums.start_row(outputs)
+
+    def reserve(self, inputs: tuple[int, int], outputs: tuple[int, int], sums: tuple[int, int]) -> None:
+        """Gets (and on a GPU pins) room before step 1: of each kind how many and bytes of one.
+
+        Raises:
+            UserError: the host has not that much, or it cannot be pinned.
+        """
+        for store, (count, size) in zip(self.all, (inputs, outputs, sums), strict=True):
+            if count and size:
+                store.reserve(count, size)
+
+    def land(self) -> None:
+        """Lets go of every source whose copy to the host has been queued; the device waits for the copies, not the host."""
+        for store in self.all:
+            store.land()
+
+    def discard(self) -> None:
+        """Lets go of everything kept."""
+        for store in self.all:
+            store.discard()
+
+    def close(self) -> None:
+        """And frees the host memory."""
+        for store in self.all:
+            store.close()
+
+    def stats(self) -> dict[str, Any]:
+        """The fields of `OffloadStats`, summed."""
+        found = [vars(store.stats()) for store in self.all]
+        return {name: sum(each[name] for each in found) for name in vars(OffloadStats())}
+
+
+@final
+class Kept:
+    """What one layer of one row keeps: its input, and of each head group attention's output and log-sum-exp.
+
+    Args:
+        stores: where.
+        by_tiles: what waits on the host is read tile by tile and group by group, and stays there until `let_go`.
+    """
+
+    def __init__(self, stores: Stores, by_tiles: bool) -> None:
+        self.stores, self._by_tiles = stores, by_tiles
+        self.input: SavedInput | None = None
+        self._outputs: list[SavedInput] = []
+        self._sums: list[SavedInput] = []
+
+    def keep_input(self, x_BTE: Tensor, place: Place) -> None:
+        """Keeps the layer's input; the copy to the host starts at once."""
+        self.input = self.stores.inputs.pack(x_BTE, keep=place == "device")
+
+    def keep_output(self, out_BTHD: Tensor, lse_BHT: Tensor, place: Place) -> None:
+        """Keeps attention's output for the next head group."""
+        self._outputs.append(self.stores.outputs.pack(out_BTHD, keep=place == "device"))
+        self._sums.append(self.stores.sums.pack(lse_BHT, keep=place == "device"))
+
+    @property
+    def has_outputs(self) -> bool:
+        """Whether attention's output is here."""
+        return bool(self._outputs)
+
+    def prefetch(self) -> None:
+        """Starts the copies back to the device, unless they come tile by tile."""
+        if not self._by_tiles:
+            if self.input is not None:
+                self.stores.inputs.prefetch(self.input)
+            for store, kept in ((self.stores.outputs, self._outputs), (self.stores.sums, self._sums)):
+                for each in kept:
+                    store.prefetch(each)
+
+    def input_once(self) -> Tensor:
+        """The whole input for one use; it stays kept where it is."""
+        assert self.input is not None
+        return self.stores.inputs.copy_of(self.input)
+
+    def input_tiles(self, cuts: Sequence[slice]) -> Iterator[Tensor]:
+        """The input in these tiles of tokens."""
+        assert self.input is not None
+        return self._tiles(self.stores.inputs, self.input, cuts)
+
+    def output_tiles(self, cuts: Sequence[slice]) -> Iterator[Tensor]:
+        """Attention's output of all heads in these tiles of tokens."""
+        groups = [self._tiles(self.stores.outputs, each, cuts) for each in self._outputs]
+        for parts in zip(*groups, strict=True):
+            yield parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+    def output_of(self, group: int) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp of a head group for one use."""
+        outputs, sums = self.stores.outputs, self.stores.sums
+        take = "copy_of" if self._by_tiles else "peek"
+        return getattr(outputs, take)(self._outputs[group]), getattr(sums, take)(self._sums[group])
+
+    def let_go_of_outputs(self) -> None:
+        """Attention's output is not needed any more."""
+        for store, kept in ((self.stores.outputs, self._outputs), (self.stores.sums, self._sums)):
+            for each in kept:
+                store.release(each)
+        self._outputs, self._sums = [], []
+
+    def let_go(self) -> None:
+        """Nothing is needed any more."""
+        self.let_go_of_outputs()
+        if self.input is not None:
+            self.stores.inputs.release(self.input)
+
+    def _tiles(self, store: LayerInputs, saved: SavedInput, cuts: Sequence[slice]) -> Iterator[Tensor]:
+        if not self._by_tiles:
+            store.peek(saved)  # a whole row a layer ahead: it is on its way
+        return store.tiles(saved, cuts)
+
+
+@final
+class Tape:
+    """One forward of one row through the streamed layers of a model.
+
+    Args:
+        policy: what each layer keeps.
+        stores: where.
+        by_tiles: see `Kept`.
+        groups: head groups of a layer.
+    """
+
+    def __init__(self, policy: KeepPolicy, stores: Stores, by_tiles: bool, groups: int = 1) -> None:
+        inputs, outputs = host_slots(policy, by_tiles)
+        stores.start_row(inputs, outputs * groups)
+        self.policy, self.stores, self._by_tiles = policy, stores, by_tiles
+        self._kept = [Kept(stores, by_tiles) for _ in policy.layers]
+        self._forwards: list[Callable[[Tensor, Kept, Place | None], Tensor] | None] = [None] * len(policy.layers)
+        self._last: tuple[int, weakref.ref[Tensor], int] | None = None
+
+    def enter(self, index: int, x_BTE: Tensor, forward: Callable[[Tensor, Kept, Place | None], Tensor]) -> Kept:
+        """A layer begins: keeps its input if the policy says so, or if it is not the output of the layer before.
+
+        Args:
+            index: of the layer.
+            x_BTE: its input.
+            forward: runs the layer outside any graph, keeping attention's output at a place, None for not at all.
+        """
+        place, kept = self.policy.layers[index].input, self._kept[index]
+        self._forwards[index] = forward
+        if place is None and not self._follows(index, x_BTE):
+            place = self.policy.again  # something stands between the two layers, which a second run would leave out
+        if place is not None:
+            kept.keep_input(x_BTE, place)
+        return kept
+
+    def leave(self, index: int, y_BTE: Tensor) -> None:
+        """A layer is done."""
+        self._last = index, weakref.ref(y_BTE), y_BTE._version
+        if self._by_tiles and index == len(self._kept) - 1:
+            self.stores.land()  # the loss wants the room; otherwise the backward finds the last layer's still on the device
+
+    def back_at(self, index: int, still_running: Callable[[], None]) -> Kept:
+        """The backward reaches a layer: what it kept, its segment run forward once more if its input was not.
+
+        Args:
+            index: of the layer.
+            still_running: called before each layer that is run again.
+
+        Raises:
+            RuntimeError: a second backward, or the step was abandoned.
+        """
+        kept = self._kept[index]
+        kept.prefetch()
+        self.stores.land()
+        if kept.input is None:
+            start = next(number for number in reversed(range(index)) if self._kept[number].input is not None)
+            x_BTE = self._kept[start].input_once()
+            for number in range(start, index):
+                still_running()
+                forward, place = self._forwards[number], self.policy.again
+                assert forward is not None
+                x_BTE = forward(x_BTE, self._kept[number], place)
+                self._kept[number + 1].keep_input(x_BTE, place)
+        if index:
+            self._kept[index - 1].prefetch()
+        return kept
+
+    def done(self, index: int) -> None:
+        """The backward of a layer is over."""
+        self._kept[index].let_go()
+        self._forwards[index] = None
+
+    def _follows(self, index: int, x_BTE: Tensor) -> bool:
+        """Whether a layer's input is the very output of the layer before: the same memory, unchanged.
+
+        The output must be alive still: memory that was let go of may have been given to something else.
+        """
+        before, output, version = self._last or (None, lambda: None, 0)
+        y_BTE = output()
+        return (
+            before == index - 1
+            and y_BTE is not None
+            and y_BTE.data_ptr() == x_BTE.data_ptr()
+            and y_BTE.shape == x_BTE.shape
+            and y_BTE._version == version
+        )
+
+
+def host_slots(policy: KeepPolicy, computed_again: bool) -> tuple[int, int]:
+    """Most inputs and most attention outputs of a row that are on the host at once.
+
+    Args:
+        policy: what each layer keeps.
+        computed_again: whether outputs that were not kept go to `policy.again` while their layer's backward uses them.
+    """
+    inputs = {index for index, layer in enumerate(policy.layers) if layer.input == "host"}
+    outputs = {index for index, layer in enumerate(policy.layers) if layer.output == "host"}
+    most = [len(inputs), len(outputs)]
+    for segment in reversed(policy.segments):
+        if policy.again == "host":
+            inputs |= set(segment[1:])
+            outputs |= {index for index in segment[:-1] if policy.layers[index].output is None}
+            if computed_again and policy.layers[segment[-1]].output is None:
+                outputs.add(segment[-1])
+        most = [max(most[0], len(inputs)), max(most[1], len(outputs))]
+        inputs -= set(segment)
+        outputs -= set(segment)
+    return most[0], most[1]
