@@ -78,39 +78,80 @@ def shape_of(case: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
+def lengths(case: dict[str, Any]) -> list[int]:
+    """Tokens of each step's row; a row of `warm` tokens first compiles what a whole step would pay for otherwise."""
+    warm = min(case.get("warm", 0), case["tokens"])
+    return [warm] * bool(warm) + [case["tokens"]] * case["steps"]
+
+
 def rows(case: dict[str, Any], vocab: int) -> Any:
-    """As many rows of random tokens as there are steps."""
+    """A row of random tokens for each step."""
     from datasets import Dataset
 
     generator = torch.Generator().manual_seed(1)
     return Dataset.from_dict(
-        {"input_ids": [torch.randint(3, vocab, (case["tokens"],), generator=generator).tolist() for _ in range(case["steps"])]}
+        {"input_ids": [torch.randint(3, vocab, (length,), generator=generator).tolist() for length in lengths(case)]}
+    )
+
+
+def settings(case: dict[str, Any], folder: Path) -> Any:
+    """megaspan's options of a case; the shape's configuration is written into the folder."""
+    from megaspan import SFTConfig
+
+    cuda = torch.cuda.is_available()
+    (folder / "shape").mkdir(exist_ok=True)
+    (folder / "shape" / "config.json").write_text(json.dumps(shape_of(case)))
+    lora = case.get("lora", 0)
+    own: dict[str, Any] = {"dtype": "bfloat16"} if cuda and not (case.get("masters") or lora) else {}
+    if lora:
+        own |= {"use_peft": True, "lora_r": lora, "lora_dropout": 0.0, "lora_target_modules": "all-linear"}
+    if case["limit"] and cuda:
+        own["memory_limit"] = case["limit"]
+    if case.get("host"):
+        own["host_memory"] = case["host"]
+    return SFTConfig(
+        output_dir=str(folder / "run"),
+        model_name_or_path=str(folder / "shape"),
+        max_length=case["tokens"],
+        max_steps=len(lengths(case)),
+        allow_past_window=True,
+        gradient_checkpointing_kwargs={"offload": case["offload"]},
+        learning_rate=1e-5,
+        max_grad_norm=case.get("clip", 1.0),
+        packing=False,
+        save_strategy="no",
+        disable_tqdm=True,
+        train_sampling_strategy="sequential",
+        **own,
     )
 
 
 def run_megaspan(case: dict[str, Any], folder: Path) -> None:
     """megaspan through its public trainer, as a user would call it."""
-    from megaspan import SFTConfig, SFTTrainer
+    from megaspan import SFTTrainer
+    from megaspan.model import levers
 
-    config = shape_of(case)
-    (folder / "shape").mkdir()
-    (folder / "shape" / "config.json").write_text(json.dumps(config))
-    args = SFTConfig(
-        output_dir=str(folder / "run"),
-        model_name_or_path=str(folder / "shape"),
-        max_length=case["tokens"],
-        max_steps=case["steps"],
-        dtype="bfloat16" if torch.cuda.is_available() else None,
-        allow_past_window=True,
-        gradient_checkpointing_kwargs={"offload": case["offload"]},
-        learning_rate=1e-5,
-        save_strategy="no",
-        disable_tqdm=True,
-        train_sampling_strategy="sequential",
-        **({"memory_limit": case["limit"]} if case["limit"] and torch.cuda.is_available() else {}),
+    args = settings(case, folder)
+    vocab = shape_of(case)["vocab_size"]
+    trainer = SFTTrainer(args=args, train_dataset=rows(case, vocab), callbacks=[Clock(case["tokens"])])
+    placed = levers(trainer.model)
+    assert placed is not None
+    say(
+        levers=[list(line) for line in placed.read_back()],
+        planned_device_bytes=placed.plan.device_bytes,
+        planned_host_bytes=placed.plan.host_bytes,
+        planned_seconds=placed.plan.seconds.total,
     )
-    trainer = SFTTrainer(args=args, train_dataset=rows(case, config["vocab_size"]), callbacks=[Clock(case["tokens"])])
     trainer.train()
+
+
+def run_rehearsal(case: dict[str, Any], folder: Path) -> None:
+    """The step of `run_megaspan` without attention (`megaspan plan --rehearse`)."""
+    from megaspan.rehearse import rehearse
+
+    found = rehearse(settings(case, folder)).as_dict()
+    plan = found.pop("plan")
+    say(rehearsal=found, longest_row=plan["longest_row"], planned_seconds=plan["seconds"], plan_fits=plan["fits"])
 
 
 def run_trl(case: dict[str, Any], folder: Path) -> None:
@@ -126,7 +167,10 @@ def run_trl(case: dict[str, Any], folder: Path) -> None:
     built = AutoConfig.for_model(**(config | {"use_cache": False}))
     with torch.device("cuda" if cuda else "cpu"):
         model = AutoModelForCausalLM.from_config(
-            built, dtype=torch.bfloat16 if cuda else torch.float32, attn_implementation=case["attention"]
+            # fp32 weights under autocast are TRL's way to keep masters.
+            built,
+            dtype=torch.bfloat16 if cuda and not case.get("masters") else torch.float32,
+            attn_implementation=case["attention"],
         )
     words = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(WordLevel({"<pad>": 0, "<eos>": 1, "word": 2}, unk_token="<pad>")),
@@ -134,11 +178,18 @@ def run_trl(case: dict[str, Any], folder: Path) -> None:
         eos_token="<eos>",
     )
     kept = {name: True for name in ("offload", "selective") if case[name]}
+    adapter = None
+    if lora := case.get("lora", 0):
+        from peft import LoraConfig
+
+        adapter = LoraConfig(task_type="CAUSAL_LM", r=lora, lora_alpha=32, lora_dropout=0.0, target_modules="all-linear")
     args = SFTConfig(
         output_dir=str(folder / "run"),
         per_device_train_batch_size=1,
         max_length=None,
-        max_steps=case["steps"],
+        max_steps=len(lengths(case)),
+        max_grad_norm=case.get("clip", 1.0),
+        train_sampling_strategy="sequential",
         bf16=cuda,
         use_cpu=not cuda,
         gradient_checkpointing=True,
@@ -154,13 +205,17 @@ def run_trl(case: dict[str, Any], folder: Path) -> None:
         args=args,
         train_dataset=rows(case, config["vocab_size"]),
         processing_class=words,
+        peft_config=adapter,
         callbacks=[Clock(case["tokens"])],
     ).train()
 
 
+SYSTEMS = {"megaspan": run_megaspan, "trl": run_trl, "rehearsal": run_rehearsal}
+
+
 def main(case: dict[str, Any]) -> int:
     """Run one case; failures become results."""
-    if case["system"] == "megaspan":
+    if case["system"] != "trl":
         from megaspan import world
 
         world.set_allocator()
@@ -171,7 +226,7 @@ def main(case: dict[str, Any]) -> int:
     say(device=name, torch=torch.__version__)
     with tempfile.TemporaryDirectory() as folder:
         try:
-            (run_megaspan if case["system"] == "megaspan" else run_trl)(case, Path(folder))
+            SYSTEMS[case["system"]](case, Path(folder))
         except torch.OutOfMemoryError as error:
             say(failed="out of memory", why=str(error).splitlines()[0][:200])
             return 1

@@ -14,7 +14,10 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -44,6 +47,7 @@ class Outcome:
     case: dict[str, Any]
     steps: list[dict[str, Any]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
     failed: str | None = None
     why: str = ""
     device: str = ""
@@ -51,7 +55,7 @@ class Outcome:
 
     @property
     def quoted(self) -> list[dict[str, Any]]:
-        """The second and later steps."""
+        """The second and later steps: the first is short, or warms kernels up and has no optimizer state yet."""
         return [step for step in self.steps if step["step"] > 1]
 
     @property
@@ -74,6 +78,7 @@ class Outcome:
             "host_bytes": self.most("host_bytes"),
             "steps_measured": self.steps,
             "losses": self.losses,
+            **self.facts,
             "failed": self.failed,
             "why": self.why,
             "wall_seconds": self.wall_seconds,
@@ -95,7 +100,10 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         choices=(*PEERS, "trl-fastest"),
         help="what to run beside megaspan; trl-fastest is FlashAttention 4 (where installed) and selective checkpointing",
     )
-    parser.add_argument("--limit", type=parse_bytes, default=0, help="GPU memory that every case may use, such as 80GiB")
+    parser.add_argument(
+        "--memory-limit", "--limit", dest="limit", type=parse_bytes, default=0, help="GPU memory of every case, such as 80GiB"
+    )
+    parser.add_argument("--masters", action="store_true", help="fp32 masters on both sides, in place of pure bf16 weights")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds a case may take")
     parser.add_argument("--json", type=Path, help="file for all measurements")
     parser.add_argument("--tiny", action="store_true", help="a toy shape on whatever is there, in seconds: tries the code only")
@@ -111,7 +119,13 @@ def cases(args: argparse.Namespace) -> list[tuple[str, dict[str, Any]]]:
     """Every case by name, peers first, so that the ratio's denominator exists when megaspan's line is printed."""
     peers = [name for wish in args.peers for name in (FASTEST if wish == "trl-fastest" else (wish,))]
     peers = [name for name in dict.fromkeys(peers) if "flash4" not in name or has_flash4()]
-    common = {"shape": args.shape, "layers": args.layers, "steps": args.steps, "limit": args.limit}
+    common = {
+        "shape": args.shape,
+        "layers": args.layers,
+        "steps": args.steps,
+        "limit": args.limit,
+        "masters": args.masters,
+    }
     made = []
     for tokens in args.tokens:
         for name in peers:
@@ -123,8 +137,8 @@ def cases(args: argparse.Namespace) -> list[tuple[str, dict[str, Any]]]:
     return made
 
 
-def run_case(name: str, case: dict[str, Any], timeout: float) -> Outcome:
-    """Run one case in its own process and collect what it says."""
+def run_case(name: str, case: dict[str, Any], timeout: float, heard: Callable[[dict[str, Any]], None] | None = None) -> Outcome:
+    """Run one case in its own process and collect what it says, passing each result on as it comes."""
     environment = dict(os.environ)
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "src"), environment.get("PYTHONPATH", "")]).rstrip(
         os.pathsep
@@ -134,20 +148,30 @@ def run_case(name: str, case: dict[str, Any], timeout: float) -> Outcome:
     outcome = Outcome(name, case)
     begun = time.monotonic()
     command = [sys.executable, "-m", "benchmarks.case", json.dumps(case)]
-    try:
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
-        out, talk, code = done.stdout, done.stderr, done.returncode
-    except subprocess.TimeoutExpired as late:
-        out = late.stdout.decode() if isinstance(late.stdout, bytes) else late.stdout or ""
-        talk, code = "", 0
-        outcome.failed, outcome.why = "timeout", f"more than {timeout:.0f} s"
-    outcome.wall_seconds = time.monotonic() - begun
-    for line in out.splitlines():
-        if line.startswith("RESULT "):
-            collect(outcome, json.loads(line.removeprefix("RESULT ")))
-    if code and outcome.failed is None:
-        outcome.failed = "killed" if code < 0 else "failed"
-        outcome.why = f"signal {-code}" if code < 0 else (talk.strip().splitlines() or ["no message"])[-1][:300]
+    with tempfile.TemporaryFile("w+") as talk:
+        with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=talk, text=True) as child:
+            late = threading.Event()
+            timer = threading.Timer(timeout, lambda: (late.set(), child.kill()))
+            timer.start()
+            try:
+                assert child.stdout is not None
+                for line in child.stdout:
+                    if line.startswith("RESULT "):
+                        result = json.loads(line.removeprefix("RESULT "))
+                        collect(outcome, result)
+                        if heard is not None:
+                            heard(result)
+                code = child.wait()
+            finally:
+                timer.cancel()
+                child.kill()  # nothing is left behind where this process is interrupted
+        outcome.wall_seconds = time.monotonic() - begun
+        if late.is_set():
+            outcome.failed, outcome.why = "timeout", f"more than {timeout:.0f} s"
+        elif code and outcome.failed is None:
+            talk.seek(0)
+            outcome.failed = "killed" if code < 0 else "failed"
+            outcome.why = f"signal {-code}" if code < 0 else (talk.read().strip().splitlines() or ["no message"])[-1][:300]
     return outcome
 
 
@@ -161,6 +185,8 @@ def collect(outcome: Outcome, result: dict[str, Any]) -> None:
         outcome.losses.append(result["loss"])
     elif "device" in result:
         outcome.device = result["device"]
+    else:
+        outcome.facts |= result
 
 
 def line_of(outcome: Outcome, base: Outcome | None) -> tuple[str, ...]:
@@ -181,7 +207,7 @@ def line_of(outcome: Outcome, base: Outcome | None) -> tuple[str, ...]:
 def show(outcomes: list[Outcome], args: argparse.Namespace) -> str:
     """The table, as plain text of fixed columns."""
     device = next((outcome.device for outcome in outcomes if outcome.device), "no device")
-    precision = "bf16 weights and optimizer" if device != "CPU" else "fp32"
+    precision = "fp32" if device == "CPU" else "bf16 with fp32 masters" if args.masters else "bf16 weights and optimizer"
     layers = f", {args.layers} layers" if args.layers else ""
     limit = f", limit {format_bytes(args.limit)}" if args.limit else ""
     lines = [("case", "tokens", "s/step", "peak GiB", "reserved", "host GiB", "to TRL's default")]
