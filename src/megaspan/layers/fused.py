@@ -131,17 +131,24 @@ class Fused:
         epsilon, form = (norm.epsilon, norm.form) if norm else (0.0, "")
         arguments = (q, k, *tables, *(weights or (None, None)), epsilon, form, dtype, *places)
         open_dims = [(part, part.ndim - 3) for part in (q, k, *places) if part is not None]
-        q, k = self._run(norm_and_rotate, arguments, open_dims + [(table, table.ndim - 2) for table in tables])
+        q, k = self.run(norm_and_rotate, arguments, open_dims + [(table, table.ndim - 2) for table in tables])
         return (q[None], k[None]) if single else (q, k)
 
     def gated(self, gate_BtF: Tensor, up_BtF: Tensor, activation: str) -> Tensor:
         """act(gate) * up, [batch, t, MLP width]."""
         shape = gate_BtF.shape
         gate, up = gate_BtF.flatten(0, -2), up_BtF.flatten(0, -2)
-        result: Tensor = self._run(gated, (gate, up, activation), [(gate, 0), (up, 0)])
+        result: Tensor = self.run(gated, (gate, up, activation), [(gate, 0), (up, 0)])
         return result.view(shape)
 
-    def _run(self, function: Callable[..., Any], arguments: tuple[Any, ...], open_dims: list[tuple[Tensor, int]]) -> Any:
+    def run(self, function: Callable[..., Any], arguments: tuple[Any, ...], open_dims: list[tuple[Tensor, int]]) -> Any:
+        """A formula of plain torch operations, compiled where that pays; also one that stands in another file (`dropout.py`).
+
+        Args:
+            function: the formula.
+            arguments: its arguments, a tensor first.
+            open_dims: tensors among them with the dim that is left open to the compiler: their number of tokens.
+        """
         device, (first, dim) = arguments[0].device, open_dims[0]
         # The compiler makes a length of one a constant: it would compile everything again for it.
         if first.shape[dim] < 2 or not self.compiles_on(device):
