@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import subprocess
 import sys
 
@@ -9,6 +11,7 @@ import pytest
 
 from megaspan import world
 from megaspan.human import UserError
+from megaspan.plan.facts import Machine
 
 GIB = 2**30
 
@@ -42,6 +45,25 @@ def host(tmp_path):
         ("4:memory:/job\n0::/", {"memory/job/memory.limit_in_bytes": str(3 * GIB)}, 3 * GIB),
         ("4:cpu,memory:/host/path", {"memory/memory.limit_in_bytes": str(3 * GIB)}, 3 * GIB),
         ("4:memory:/job", {"memory/job/memory.limit_in_bytes": "9223372036854771712"}, None),
+        (
+            "0::/job/step",
+            {"job/step/memory.max": "max", "job/memory.high": str(5 * GIB), "job/memory.max": str(6 * GIB)},
+            5 * GIB,
+        ),
+        (
+            "0::/a/b/c",
+            {"a/memory.max": str(7 * GIB), "a/b/memory.max": str(3 * GIB), "a/b/c/memory.max": str(9 * GIB)},
+            3 * GIB,
+        ),
+        ("3:memory:/a/b\n1:name=systemd:/a\n0::/", {"memory/a/memory.limit_in_bytes": str(2 * GIB)}, 2 * GIB),
+        (
+            "4:memory:/host/path",
+            {
+                "memory/memory.limit_in_bytes": "9223372036854771712",
+                "memory/memory.stat": f"cache 1\nhierarchical_memory_limit {2 * GIB}\nhierarchical_memsw_limit 1",
+            },
+            2 * GIB,
+        ),
     ],
 )
 def test_the_limit_of_the_control_group_is_found(host, groups, limits, expected):
@@ -52,7 +74,9 @@ def test_the_limit_of_the_control_group_is_found(host, groups, limits, expected)
 def test_the_control_group_comes_before_the_size_of_the_machine(host):
     """MemTotal grows with use on some machines, so it is only asked where there is no limit, and never caps one."""
     proc, tree = host("0::/job", {"job/memory.max": str(100 * GIB)})
-    assert world.host_limit(proc, tree) == (100 * GIB, "cgroup limit")
+    assert world.host_limit(proc, tree) == (100 * GIB, "cgroup limit, above MemTotal")
+    (tree / "job" / "memory.max").write_text(str(10 * GIB))
+    assert world.host_limit(proc, tree) == (10 * GIB, "cgroup limit")
     (tree / "job" / "memory.max").write_text("max")
     assert world.host_limit(proc, tree) == (24 * GIB, "MemTotal")
 
@@ -172,6 +196,68 @@ def test_no_gpu_leaves_the_environment_alone(monkeypatch):
     environ: dict[str, str] = {}
     assert not world.set_allocator(environ).expandable
     assert environ == {}
+
+
+def test_the_machine_says_where_its_host_memory_came_from():
+    assert world.machine().host_source == world.host_limit()[1]
+
+
+def test_one_process_agrees_with_itself():
+    machine = Machine("CPU", 0, 7 * GIB, 3, "MemTotal")
+    assert world.agree(machine) is machine
+    world.same_everywhere("the plan", "abc")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _rank(rank: int, port: int, size: int) -> None:
+    import torch.distributed as dist
+
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+    # Rank 1 has the smaller GPU, rank 0 the smaller host.
+    mine = Machine(f"GPU {rank}", (80 - 40 * rank) * GIB, (64 + 100 * rank) * GIB, 16 - rank, f"limit of {rank}")
+    assert world.agree(mine) == Machine("GPU 1", 40 * GIB, 32 * GIB, 7, "limit of 0, for each of 2 ranks")
+    world._node = lambda: f"node {rank}"
+    assert world.agree(mine) == Machine("GPU 1", 40 * GIB, 64 * GIB, 15, "limit of 0")
+    for digest in ("", "abc", "a" * 300, "Größe"):
+        world.same_everywhere("the plan", digest)
+    for digest, words in (
+        (f"{rank} way", r"the plan differs between ranks: rank 1 has 1 way, rank 0 has 0 way"),
+        ("abcdef"[: 3 + rank], r"rank 1 has abcd, rank 0 has abc;"),
+    ):
+        with pytest.raises(UserError, match=words):
+            world.same_everywhere("the plan", digest)
+    dist.destroy_process_group()
+
+
+def test_ranks_that_see_different_memory_agree():
+    """Two ranks that plan from their own numbers run different sequences of collectives, and hang. On one node and on two."""
+    import torch.multiprocessing as mp
+
+    mp.spawn(_rank, (_free_port(), 2), nprocs=2)
+
+
+@pytest.mark.parametrize(
+    ("said", "odd"),
+    [
+        ("aab", "rank 2 has b, rank 0 has a"),
+        ("baa", "rank 0 has b, rank 1 has a"),
+        ("abcdefg", "rank 4 has e, …, rank 0 has a"),
+    ],
+)
+def test_the_rank_that_differs_is_named(monkeypatch, said, odd):
+    import torch.distributed as dist
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: len(said))
+    monkeypatch.setattr(world, "_everywhere", lambda text: list(said))
+    with pytest.raises(UserError, match=odd):
+        world.same_everywhere("the order of gathers", "x")
 
 
 ALLOCATE = """

@@ -4,15 +4,21 @@ At a million tokens the limits decide: layer inputs of Qwen3-8B are 309 GB of ho
 size of the machine, says whether they fit. So the limit of the control group comes before MemTotal (which on some machines
 grows with use), the GPU is asked through its driver without loading torch, and expandable segments are on before the first CUDA
 allocation, because fixed segments fragment until a 1M-token step fails with tens of GiB free.
+
+Several ranks plan for the weakest of them: each decides from the same numbers (`agree`), and before the first step they compare
+what they decided (`same_everywhere`), since two ranks with different plans wait for each other for ever.
 """
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import json
 import os
 import platform
 import resource
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata, util
@@ -65,11 +71,13 @@ def machine() -> Machine:
     found = gpus()
     local = launch().local_rank
     gpu = found[min(local, len(found) - 1)] if found else None
+    host_bytes, source = host_limit()
     return Machine(
         device_name=gpu.name if gpu else "CPU",
         device_bytes=gpu.total_bytes if gpu else 0,
-        host_bytes=host_limit()[0],
+        host_bytes=host_bytes,
         cores=cores(),
+        host_source=source,
     )
 
 
@@ -104,33 +112,44 @@ def device(use_cpu: bool = False) -> torch.device:
 
 
 def host_limit(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> tuple[int, str]:
-    """Bytes of host memory this process may use, and where the number comes from."""
+    """Bytes of host memory this process may use, and where the number comes from. The user's `host_memory` goes before it.
+
+    MemTotal does not cap the limit of a control group: on some machines it grows with use. The words say which of the two is
+    more, for nobody can know whether that much will be there.
+    """
     limit = cgroup_limit(proc, groups)
+    total = next((int(line.split()[1]) * 1024 for line in _lines(proc / "meminfo") if line.startswith("MemTotal:")), None)
     if limit is not None:
-        return limit, "cgroup limit"
-    for line in _lines(proc / "meminfo"):
-        if line.startswith("MemTotal:"):
-            return int(line.split()[1]) * 1024, "MemTotal"
+        return limit, "cgroup limit" if total is None or limit <= total else "cgroup limit, above MemTotal"
+    if total is not None:
+        return total, "MemTotal"
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "physical pages"
 
 
 def cgroup_limit(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """The smallest memory limit of the control groups around this process, version 2 or 1; None where there is none."""
-    limits = []
+    """The smallest memory limit of the control groups around this process, version 2 or 1; None where there is none.
+
+    `memory.high` counts: pages that wait for the GPU or are pinned cannot be reclaimed, so a process above it all but stops.
+    """
+    limits: list[int] = []
+    names: tuple[str, ...]
     for line in _lines(proc / "self" / "cgroup"):
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            root, name = groups, "memory.max"
+            root, names = groups, ("memory.max", "memory.high")
         elif "memory" in controllers.split(","):
-            root, name = groups / "memory", "memory.limit_in_bytes"
+            root, names = groups / "memory", ("memory.limit_in_bytes",)
         else:
             continue
         folder = root / path.lstrip("/")
         # A container often sees its own group as the root of the mount, while the path is the host's: look at both.
         for place in {folder, *(parent for parent in folder.parents if parent == root or root in parent.parents), root}:
-            text = "".join(_lines(place / name)).strip()
-            if text.isdigit() and int(text) < _NO_LIMIT:
-                limits.append(int(text))
+            texts = ["".join(_lines(place / name)).strip() for name in names]
+            # Version 1 also says here what groups outside the container's view allow.
+            texts += [
+                line.split()[1] for line in _lines(place / "memory.stat") if line.startswith("hierarchical_memory_limit ")
+            ]
+            limits += [int(text) for text in texts if text.isdigit() and int(text) < _NO_LIMIT]
     return min(limits, default=None)
 
 
@@ -292,6 +311,80 @@ def refuse_launch(environ: Mapping[str, str] = os.environ) -> None:
         value = environ.get(name, "")
         if value and value.lower() not in neutral:
             raise UserError(f"the launcher sets {name}, which megaspan does not follow", got=value, do=do)
+
+
+def agree(machine: Machine) -> Machine:
+    """What every rank can count on: the least device memory, and the least share of a node's host memory and cores.
+
+    All ranks of an initialised process group (gloo or nccl) must call it, and all get the same. One rank gets `machine` back.
+    """
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return machine
+    facts = {name: getattr(machine, name) for name in ("device_name", "device_bytes", "host_bytes", "cores", "host_source")}
+    said = [json.loads(text) for text in _everywhere(json.dumps(facts | {"node": _node()}))]
+    ranks = Counter(each["node"] for each in said)
+    weakest = min(said, key=lambda each: each["device_bytes"])
+    tightest = min(said, key=lambda each: each["host_bytes"] // ranks[each["node"]])
+    share = ranks[tightest["node"]]
+    return Machine(
+        device_name=weakest["device_name"],
+        device_bytes=weakest["device_bytes"],
+        host_bytes=tightest["host_bytes"] // share,
+        cores=max(1, min(each["cores"] // ranks[each["node"]] for each in said)),
+        host_source=f"{tightest['host_source']}, for each of {share} ranks" if share > 1 else tightest["host_source"],
+    )
+
+
+def same_everywhere(name: str, digest: str) -> None:
+    """Compares a digest over all ranks, before the first step that would hang if they differed.
+
+    Args:
+        name: what the digest is of, in words that begin a sentence, such as "the plan".
+        digest: any text, best a short one.
+
+    Raises:
+        UserError: on every rank, naming those that differ from most.
+    """
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return
+    said = _everywhere(digest)
+    usual = Counter(said).most_common(1)[0][0]  # of two equally common ones, the lower rank's
+    odd = [rank for rank, text in enumerate(said) if text != usual]
+    if odd:
+        others = ", ".join(f"rank {rank} has {said[rank][:16]}" for rank in odd[:4]) + ", …" * (len(odd) > 4)
+        others += f", rank {said.index(usual)} has {usual[:16]}"
+        raise UserError(
+            f"{name} differs between ranks: {others}; they would wait for each other",
+            do="Start every rank with the same options, files and package versions (megaspan env prints them)",
+        )
+
+
+def _node() -> str:
+    """Names what shares one host memory: ranks of one boot of one machine that see the same host name (one container)."""
+    boot = "".join(_lines(Path("/proc/sys/kernel/random/boot_id")))
+    return hashlib.sha256(f"{boot} {platform.node()}".encode()).hexdigest()[:16]
+
+
+def _everywhere(text: str) -> list[str]:
+    """Every rank's text, in order of rank. Bytes in tensors: torch's own exchange of objects would unpickle them."""
+    import torch
+    import torch.distributed as dist
+
+    on_host = "cpu:" in str(dist.get_backend_config())
+    device = torch.device("cpu") if on_host else torch.device("cuda", torch.cuda.current_device())
+    data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([len(data)], device=device))
+    lengths = [int(size) for size in sizes]
+    mine = torch.zeros(max(*lengths, 1), dtype=torch.uint8, device=device)
+    mine[: len(data)] = data.to(device)
+    texts = [torch.empty_like(mine) for _ in lengths]
+    dist.all_gather(texts, mine)
+    return [bytes(each[:length].tolist()).decode() for each, length in zip(texts, lengths, strict=True)]
 
 
 # Reports

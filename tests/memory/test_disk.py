@@ -327,7 +327,8 @@ def test_the_limit_holds(tmp_path: Path) -> None:
     kept = [tier.park(noise(5 * PAGE, seed)) for seed in range(2)]
     with pytest.raises(UserError, match=r"44\.0 KiB of offload_folder.*a limit of 40\.0 KiB"):
         tier.park(noise(1))
-    assert torch.equal(back(tier, kept[1]), noise(5 * PAGE, 1))
+    for seed, each in enumerate(kept):
+        assert torch.equal(back(tier, each), noise(5 * PAGE, seed))
     tier.drop(kept[0])
     tier.park(noise(5 * PAGE)).stored().result(10)
     tier.close()
@@ -638,3 +639,14 @@ def test_a_tenth_is_the_bound(gigabytes: int, refused: bool) -> None:
         with pytest.raises(UserError, match="too slow"):
             check_speed(speed, size, 400, force=False)
     assert check_speed(speed, size, 400, force=True) == pytest.approx(max(gigabytes / 1.25 - 100, 0))
+
+
+def test_what_is_forgotten_gives_its_place_back(tier: DiskTier) -> None:
+    for seed in range(20):
+        parked = tier.park(noise(3 * PAGE, seed))
+        parked.stored().result(10)
+        del parked
+        gc.collect(0)
+    assert tier.stats().file_bytes == 3 * PAGE
+    tier.park(noise(5 * PAGE)).stored().result(10)
+    assert tier.stats().file_bytes == 5 * PAGE, "the free end of the file is continued"
