@@ -119,8 +119,13 @@ def test_routers_are_found_and_what_they_keep_is_counted(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "cohere"])
 def test_a_dense_layer_has_none(family: str) -> None:
-    random = torch.get_rng_state()
     assert find_router(tiny(family).model.layers[0]) is None
+
+
+def test_the_trial_draws_no_random_numbers() -> None:
+    model: Any = tiny("mixtral", router_jitter_noise=0.1)
+    random = torch.get_rng_state()
+    assert find_router(model.model.layers[0]) == Router("mlp.gate", 2, 0, 4)
     assert torch.equal(torch.get_rng_state(), random)
 
 

@@ -189,8 +189,8 @@ def sums_of(logits_tX: Tensor, top_k: int) -> Sums:
 
 
 def probability_sum(logits_tX: Tensor) -> Tensor:
-    """The sum over tokens of the probabilities, fp32 [X], differentiable."""
-    return logits_tX.softmax(dim=-1, dtype=torch.promote_types(logits_tX.dtype, torch.float32)).float().sum(dim=0)
+    """The sum over tokens of the probabilities, fp32 (fp64 for fp64) [X], differentiable."""
+    return logits_tX.softmax(dim=-1, dtype=torch.promote_types(logits_tX.dtype, torch.float32)).sum(dim=0)
 
 
 def balance_loss(probabilities_X: Tensor, counts_X: Tensor, tokens: int) -> Tensor:
@@ -204,7 +204,7 @@ def balance_loss(probabilities_X: Tensor, counts_X: Tensor, tokens: int) -> Tens
         counts_X: how many tokens chose each expert.
         tokens: tokens times layers.
     """
-    share_X = (counts_X.double() / tokens).float()
+    share_X = (counts_X.double() / tokens).to(probabilities_X.dtype)
     return probabilities_X.shape[0] * (share_X * (probabilities_X / tokens)).sum()
 
 
