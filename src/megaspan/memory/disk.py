@@ -254,8 +254,8 @@ class DiskTier:
         more = room - self._runs.tail
         if self.limit_bytes is not None and self._runs.size + more > self.limit_bytes:
             raise UserError(
-                f"what layers keep needs {format_bytes(self._runs.size + more)} of offload_folder {self.folder}",
-                got=f"a limit of {format_bytes(self.limit_bytes)}",
+                f"what layers keep needs {format_bytes(self._runs.size + more)} of offload_folder {self.folder}, which may "
+                f"hold {format_bytes(self.limit_bytes)}",
                 do="Raise host_memory if the machine has more, or lower max_length",
                 option="offload_folder",
             )
@@ -325,9 +325,8 @@ class DiskTier:
         self._file.read(piece, offset)
         if (found := _checksum(piece)) != place.sums[number]:
             raise UserError(
-                f"{self._file.name} gave back other bytes than were written, at byte {offset:,}: the disk, its driver or the "
-                "machine's memory is at fault",
-                got=f"checksum {found:08x} in place of {place.sums[number]:08x}",
+                f"{self._file.name} gave back other bytes than were written, at byte {offset:,} (checksum {found:08x} in place "
+                f"of {place.sums[number]:08x}): the disk, its driver or the machine's memory is at fault",
                 do="Look at the kernel's log and the disk's own (dmesg, smartctl -a), name an offload_folder on another disk, "
                 "and go on from the last checkpoint with resume_from_checkpoint: true",
                 option="offload_folder",

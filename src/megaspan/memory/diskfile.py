@@ -158,10 +158,11 @@ class DiskFile:
             os.ftruncate(self._fd, self.size)  # what a failed allocation got before it failed
             if error.errno not in FULL:
                 raise
-            quota = " (a quota allows less)" if more <= free else ""
+            quota = ", and a quota allows less" if more <= free else ""
+            held = f" beside the {format_bytes(self.size)} it holds" if self.size else ""
             raise UserError(
-                f"offload_folder {self.folder} needs {format_bytes(more)} more than the {format_bytes(self.size)} it holds",
-                got=f"{format_bytes(free)} free on its file system{quota}",
+                f"offload_folder {self.folder} must hold {format_bytes(more)}{held}, but its file system has "
+                f"{format_bytes(free)} free{quota}",
                 do="Free space there, name a folder on a larger disk, raise host_memory, or lower max_length",
                 option="offload_folder",
             ) from error

@@ -94,8 +94,7 @@ def check_speed(
         )
         raise UserError(
             f"the disk of offload_folder is too slow: a step of {format_seconds(step_seconds)} would wait "
-            f"{format_seconds(stall)} more for it ({traffic})",
-            got=f"{stall / step_seconds:.0%} of the step",
+            f"{format_seconds(stall)} more for it, {stall / step_seconds:.0%} ({traffic})",
             allowed=f"up to {MOST_STALL:.0%}",
             do="Name a folder on a faster disk, raise host_memory, lower max_length, or add allow_slow_disk: true",
             option="offload_folder",
