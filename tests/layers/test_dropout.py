@@ -303,6 +303,23 @@ def test_places_nest_and_end_with_an_error():
     assert handle._place is None
 
 
+def test_the_number_of_a_step_comes_from_the_generator_that_checkpoints_hold():
+    layer = Layer()
+    handle, seeds = install_dropout([layer]), []
+    for _ in range(2):
+        torch.manual_seed(3)
+        handle.draw()
+        seeds.append(handle.step_seed)
+    handle.draw()
+    assert seeds[0] == seeds[1] != handle.step_seed
+    before, empty = torch.get_rng_state(), install_dropout([nn.Identity()])
+    empty.draw()
+    assert empty.step_seed is None
+    assert torch.equal(before, torch.get_rng_state())
+    with empty.at(empty.step_seed, 0):
+        assert empty._place is None
+
+
 def test_two_steps_in_flight():
     """Words of tokens are kept for a step: a backward that comes after another forward must not take the other's."""
     layer, x = Layer(), torch.ones(1, 40, 6)

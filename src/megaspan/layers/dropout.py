@@ -132,9 +132,13 @@ class DropoutHandle:
 
     Args:
         fused: compiles the pass where that pays.
+
+    Attributes:
+        step_seed: the number of the latest forward, None where there was nothing to draw it for.
     """
 
     def __init__(self, fused: Fused | None = None) -> None:
+        self.step_seed: int | None = None
         self._fused = fused or Fused()
         self._place: Place | None = None
         self._modules: list[nn.Module] = []
@@ -150,18 +154,25 @@ class DropoutHandle:
         """How many modules are by counter."""
         return len(self._modules)
 
+    def draw(self) -> None:
+        """A training forward of a row begins: draws its number from torch's CPU generator, which a checkpoint holds."""
+        self.step_seed = int(torch.randint(2**62, ())) if self._modules else None
+
     @contextmanager
-    def at(self, step_seed: int, layer: int, first_token: int | Tensor = 0, tokens: int | None = None) -> Iterator[None]:
+    def at(self, step_seed: int | None, layer: int, first_token: int | Tensor = 0, tokens: int | None = None) -> Iterator[None]:
         """Everything inside is computed at this place; the one before comes back afterwards.
 
         Args:
             step_seed: a number drawn once for each forward of a row, the same for all its layers and on all ranks that share
-                the row; the backward passes it again.
+                the row; the backward passes it again. None: no place.
             layer: index of the layer.
             first_token: of the row, the number of the first token at hand; or the numbers of all, int64 [tokens], where they
                 are not neighbours. A number counts along the row, whatever its positions or documents are.
             tokens: how many tokens are at hand; with it, a module that sees some of them only is refused.
         """
+        if step_seed is None:
+            yield
+            return
         if step_seed != self._step:
             self._step, self._step_words = step_seed, {}
         words = self._step_words if isinstance(first_token, int) else {}
