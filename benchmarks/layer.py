@@ -18,6 +18,7 @@ from megaspan.human import parse_tokens
 from megaspan.layers.checkpoint import Checkpointing
 from megaspan.layers.stream import LayerPlan
 from megaspan.layers.streamed import Streaming
+from megaspan.plan.keep import KeepPolicy
 
 WAYS: dict[str, dict[str, Any] | None] = {
     "transformers": None,
@@ -27,6 +28,7 @@ WAYS: dict[str, dict[str, Any] | None] = {
     "streamed-written-norms": {"fused_norms": False},
     "streamed-grouped": {"tile_tokens": 8192, "kv_heads_per_call": 2},
     "streamed-offload": {"offload": True},
+    "streamed-back": {"offload": True, "stream_back": True, "kv_heads_per_call": 1, "tile_tokens": 8192},
 }
 
 
@@ -55,7 +57,8 @@ def set_way(model: Any, options: dict[str, Any] | None) -> None:
         Checkpointing(False).install(model)
         return
     plan = LayerPlan(**{name: options.pop(name) for name in list(options) if name in LayerPlan.__dataclass_fields__})
-    streaming = Streaming(plan, **options)
+    keep = KeepPolicy.everything(model.config.num_hidden_layers, "host") if options.pop("offload", False) else None
+    streaming = Streaming(plan, keep, **options)
     reasons = streaming.install(model)
     assert all(reason is None for reason in reasons), reasons
     if streaming.unfused():
