@@ -636,12 +636,12 @@ def test_a_slow_disk_is_refused_unless_forced() -> None:
 
 @pytest.mark.parametrize(("gigabytes", "refused"), [(100, False), (174, False), (176, True)])
 def test_a_tenth_is_the_bound(gigabytes: int, refused: bool) -> None:
-    """100 s forward, 300 s backward; 1 GB/s out, so 40 s of waiting are 140 GB; then 2 GB/s in are never late."""
+    """100 s forward, 300 s backward; at 1.25 GB/s out, 40 s of waiting are 175 GB; 2 GB/s in are never late."""
     speed, size = DiskSpeed(1.25 * GB, 2 * GB), gigabytes * GB
     if refused:
         with pytest.raises(UserError, match="too slow"):
             check_speed(speed, size, 400, force=False)
-    assert check_speed(speed, size, 400, force=True) == pytest.approx(max(gigabytes / 1.25 - 100, 0))
+    assert check_speed(speed, size, 400, force=refused) == pytest.approx(max(gigabytes / 1.25 - 100, 0))
 
 
 def test_what_is_forgotten_gives_its_place_back(tier: DiskTier) -> None:
