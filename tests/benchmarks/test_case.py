@@ -1,0 +1,79 @@
+"""Cases at toy size in this process: a short first row, adapters, masters, rehearsals; the same options on both sides."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import case
+
+CASE: dict[str, Any] = {
+    "system": "megaspan", "shape": "tiny", "layers": 1, "tokens": 96, "steps": 1, "limit": 0, "offload": True,
+    "selective": False, "attention": "sdpa", "warm": 32,
+}  # fmt: skip
+
+
+def results(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    lines = capsys.readouterr().out.splitlines()
+    return [json.loads(line.removeprefix("RESULT ")) for line in lines if line.startswith("RESULT ")]
+
+
+@pytest.mark.parametrize(("warm", "wanted"), [(0, [96]), (32, [32, 96]), (4096, [96, 96])])
+def test_a_short_row_comes_first(warm, wanted):
+    made = CASE | {"warm": warm}
+    assert case.lengths(made) == wanted
+    assert [len(row) for row in case.rows(made, 512)["input_ids"]] == wanted
+
+
+@pytest.mark.parametrize("more", [{}, {"lora": 2, "clip": 0.0, "host": 2**36}], ids=["all weights", "adapter"])
+def test_megaspan_runs_a_case(tmp_path: Path, capsys, more):
+    case.run_megaspan(CASE | more, tmp_path)
+    found = results(capsys)
+    assert [result["step"] for result in found if "step" in result] == [1, 2]
+    assert len([result for result in found if "loss" in result]) == 2
+    levers = next(result["levers"] for result in found if "levers" in result)
+    assert "attention" in [line[0] for line in levers]
+
+
+def test_options_reach_megaspans_configuration(tmp_path: Path):
+    args = case.settings(CASE | {"lora": 8, "clip": 0.5, "host": 2**36, "offload": False}, tmp_path)
+    assert (args.use_peft, args.lora_r, args.lora_dropout, args.max_grad_norm) == (True, 8, 0.0, 0.5)
+    assert (args.host_memory, args.offload, args.max_length, args.max_steps) == (2**36, False, 96, 2)
+    assert json.loads((tmp_path / "shape" / "config.json").read_text())["num_hidden_layers"] == 1
+
+
+def test_masters_are_fp32_on_a_gpu_only_where_asked_for(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(case.torch.cuda, "is_available", lambda: True)
+    assert case.settings(CASE, tmp_path).dtype == "bfloat16"
+    assert case.settings(CASE | {"masters": True}, tmp_path).dtype is None
+    assert case.settings(CASE | {"lora": 16}, tmp_path).dtype is None, "an adapter's masters are small"
+    assert case.settings(CASE | {"limit": 2**36}, tmp_path).memory_limit == 2**36
+
+
+def test_a_rehearsal_is_a_case(tmp_path: Path, capsys):
+    case.run_rehearsal(CASE, tmp_path)
+    (found,) = [result for result in results(capsys) if "rehearsal" in result]
+    assert found["rehearsal"]["fits"]
+    assert found["longest_row"] > 0
+    assert "plan" not in found["rehearsal"], "tables of a plan have no place in a line"
+
+
+@pytest.mark.parametrize("more", [{}, {"lora": 2, "masters": True}], ids=["all weights", "adapter"])
+def test_trl_runs_the_same_case(tmp_path: Path, capsys, more, monkeypatch):
+    trl = pytest.importorskip("trl")
+    seen: list[dict[str, Any]] = []
+    inner = trl.SFTTrainer
+
+    def made(**options: Any) -> Any:
+        seen.append(options)
+        return inner(**options)
+
+    monkeypatch.setattr(trl, "SFTTrainer", made)
+    case.run_trl(CASE | {"offload": False} | more, tmp_path)
+    assert [result["step"] for result in results(capsys) if "step" in result] == [1, 2]
+    (options,) = seen
+    assert (options["peft_config"] is None) == (not more)
+    assert options["args"].train_sampling_strategy == "sequential", "the short row is the first"

@@ -1,0 +1,185 @@
+"""The prepared commands: their cases, their arithmetic, and what a killed run leaves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import adapter, case, compare, depth, record, rehearse, short
+from megaspan import SFTConfig
+from megaspan.plan import Machine, ModelFacts, Plan, choose
+from megaspan.plan.facts import read_config
+
+H200 = Machine("NVIDIA H200", 140 * 2**30, 256 * 2**30, 16)
+
+
+@pytest.fixture
+def children(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Cases that would have run; each gives a warm step and one whose seconds are 3 + 2 x layers, 10 GiB and a GiB a layer."""
+    ran: list[dict[str, Any]] = []
+
+    def run(name: str, given: dict[str, Any], timeout: float, heard: Any = None) -> compare.Outcome:
+        ran.append(given)
+        outcome = compare.Outcome(name, given)
+        factor = 2 if given["system"] == "trl" else 1
+        size = (10 + given["layers"]) * 2**30 * factor
+        for step, seconds in ((1, 99.0), (2, (3.0 + 2.0 * given["layers"]) * factor)):
+            result = {"step": step, "seconds": seconds, "peak_bytes": size, "reserved_bytes": size, "host_bytes": 2**30}
+            compare.collect(outcome, result)
+            heard(result)
+        if given["system"] == "rehearsal":
+            compare.collect(
+                outcome, {"rehearsal": rehearsal(given["tokens"] <= 400), "longest_row": 500, "planned_seconds": None}
+            )
+        return outcome
+
+    monkeypatch.setattr(record, "run_case", run)
+    return ran
+
+
+def rehearsal(fits: bool) -> dict[str, Any]:
+    figure = {"name": "device, tensors", "unit": "bytes", "planned": 11 * 2**30, "rehearsed": 10.1 * 2**30, "difference": -8.2}
+    return {"fits": fits, "failed_at": None if fits else "backward of layer 1", "why": None, "figures": [figure]}
+
+
+def written(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_depth_is_a_line_through_numbers_of_layers(children, tmp_path, capsys):
+    out = tmp_path / "depth.jsonl"
+    assert depth.main(["--tiny", "--peers", "trl-default", "--json", str(out)]) == 0
+    assert [(one["system"], one["layers"]) for one in children] == [("trl", 1), ("trl", 2), ("megaspan", 1), ("megaspan", 2)]
+    assert {one["warm"] for one in children} == {64}
+    lines = written(out)
+    peer, ours = (line["summary"] for line in lines if "summary" in line)
+    assert (ours["a"], ours["b"], ours["depth"]) == (pytest.approx(3), pytest.approx(2), 2)
+    assert ours["whole_seconds"] == pytest.approx(7)
+    assert ours["peak_bytes_b"] == pytest.approx(2**30)
+    assert peer["b"] == pytest.approx(4)
+    assert [line["step"] for line in lines if "step" in line] == [1, 2] * 4, "steps are there before their case is over"
+    assert "3.00 s + 2.00 s x layers" in capsys.readouterr().out
+
+
+def test_a_line_needs_two_points_and_a_measured_step():
+    for wrong in (["--layers", "2", "2"], ["--warm", "0"]):
+        with pytest.raises(SystemExit):
+            depth.arguments(wrong)
+    assert depth.arguments(["--warm", "0", "--steps", "2"]).steps == 2
+
+
+def plan(layers: int, limit: int, host: int) -> Plan:
+    raw = read_config("qwen3-8b") | ({"num_hidden_layers": layers} if layers else {})
+    config = SFTConfig(max_length="1M", memory_limit=limit, host_memory=host, dtype="bfloat16", allow_past_window=True)
+    return choose(config, ModelFacts.from_config(raw), H200)
+
+
+def test_few_layers_get_the_room_that_they_have_in_the_whole_model():
+    """With all of the room two layers would run in larger pieces, and the whole would be predicted too fast."""
+    limit, host = 80 * 2**30, 256 * 2**30
+    whole, part = plan(0, limit, host), plan(2, limit, host)
+    room = depth.with_room({}, whole, part)
+    missing = whole.model.parameters - part.model.parameters
+    assert limit - room["limit"] == pytest.approx(8 * missing, rel=0.05), "weight, gradient and two moments in bf16"
+    assert room["host"] == pytest.approx(4 * 2**30 + 252 * 2**30 * 2 / 36)
+    cut = plan(2, room["limit"], room["host"])
+    assert (cut.layer_tile_tokens, cut.kv_heads_per_call) == (whole.layer_tile_tokens, whole.kv_heads_per_call)
+    assert depth.with_room({"limit": 0}, choose_on_cpu(), part) == {"limit": 0}
+
+
+def choose_on_cpu() -> Plan:
+    raw = read_config("qwen3-0.6b")
+    return choose(SFTConfig(max_length=128, use_cpu=True), ModelFacts.from_config(raw), Machine("CPU", 0, 2**36, 2))
+
+
+def test_an_adapter_is_compared_with_trl_under_one_limit(children, tmp_path, capsys):
+    out = tmp_path / "adapter.jsonl"
+    assert adapter.main(["--tiny", "--memory-limit", "80GiB", "--json", str(out)]) == 0
+    assert {one["lora"] for one in children} == {2}
+    assert written(out)[-1]["ratios"] == {"trl-default": {"time": 0.5, "memory": 0.5}}
+    table = capsys.readouterr().out
+    assert "0.50 x time, 0.50 x memory" in table
+    args = adapter.arguments([])
+    assert [(name, one["attention"], one["offload"]) for name, one in adapter.cases(args) if name != "megaspan"] == [
+        ("trl-flash4-offload", "flash_attention_4", True)
+    ]
+    assert {(one["limit"], one["tokens"], one["lora"]) for _, one in adapter.cases(args)} == {(80 * 2**30, 131_072, 16)}
+
+
+def test_a_rehearsal_is_compared_with_the_real_step(children, tmp_path, capsys):
+    out = tmp_path / "rehearse.jsonl"
+    assert rehearse.main(["--tiny", "--real", "--json", str(out)]) == 0
+    assert [one["system"] for one in children] == ["rehearsal", "megaspan"]
+    compared = next(line["compared"] for line in written(out) if "compared" in line)
+    assert compared == {"device, tensors": pytest.approx(1.0)}
+    assert "rehearsed above real: device, tensors +1.00 %" in capsys.readouterr().out
+
+
+def test_the_longest_row_is_searched_from_the_plans(children, tmp_path, capsys):
+    out = tmp_path / "longest.jsonl"
+    assert rehearse.main(["--tiny", "--longest", "--json", str(out)]) == 0
+    found = written(out)[-1]
+    assert (found["longest"], found["shortest_that_does_not_fit"], found["stopped_by"]) == (384, 448, "backward of layer 1")
+    assert len(children) <= 5
+    assert "384 tokens" in capsys.readouterr().out.splitlines()[-1]
+
+
+@pytest.mark.parametrize("border", [100, 6_000, 16_384 * 40, 16_384 * 63 + 5, 16_384 * 64, 16_384 * 90, 10**7])
+def test_a_search_closes_in_on_the_border(border):
+    tried: list[int] = []
+
+    def fits(tokens: int) -> bool:
+        tried.append(tokens)
+        return tokens <= border
+
+    low, high = rehearse.search(fits, 2**20, 40)
+    assert low <= border
+    assert high is None or high > border
+    assert high is None or high - low <= 16_384 or low == 0
+    assert len(tried) == len(set(tried))
+    few: list[int] = []
+    rehearse.search(lambda tokens: not few.append(tokens) and tokens <= border, 2**20, 3)
+    assert len(few) <= 3
+
+
+@pytest.mark.parametrize("wrong", ["qwen3-4b", "qwen3-4b,64k,80GiB,1GiB,1", "qwen3-4b,many"])
+def test_a_case_that_cannot_be_read_is_refused(wrong):
+    with pytest.raises(SystemExit):
+        rehearse.arguments([wrong])
+    assert rehearse.case_of("qwen3-4b,64k,80GiB") == {"shape": "qwen3-4b", "tokens": 65_536, "limit": 80 * 2**30, "host": 0}
+
+
+def test_short_rows_run_in_turns_with_one_kernel(tmp_path, capsys, monkeypatch):
+    turns: list[str] = []
+    inner = short.seconds
+
+    def seconds(model: Any, ids: torch.Tensor) -> float:
+        turns.append("ours" if "_megaspan" in model.__dict__ else "plain")
+        return inner(model, ids)
+
+    monkeypatch.setattr(short, "seconds", seconds)
+    out = tmp_path / "short.jsonl"
+    assert short.main(["--tiny", "--tokens", "64", "--json", str(out)]) == 0
+    assert turns == ["plain", "ours"] * 10, "two lengths, two turns to warm up and three measured"
+    lines = [line for line in written(out) if "ratio" in line]
+    assert [line["tokens"] for line in lines] == [64, 128]
+    assert all(line["ratio"] == pytest.approx(line["megaspan"] / line["plain"]) for line in lines)
+    assert "CPU flash" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without a GPU is the point")
+@pytest.mark.parametrize("command", [depth.main, adapter.main, short.main, lambda given: rehearse.main(["tiny,64", *given])])
+def test_without_a_gpu_they_say_so_at_once(command, capsys):
+    assert command([]) == 2
+    assert "no GPU" in capsys.readouterr().err
+
+
+def test_compare_takes_a_limit_by_either_name_and_masters():
+    for name in ("--limit", "--memory-limit"):
+        args = compare.arguments([name, "80GiB", "--masters", "--peers", "trl-default"])
+        assert all(one["limit"] == 80 * 2**30 and one["masters"] for _, one in compare.cases(args))
+    assert "fp32 masters" in compare.show([compare.Outcome("megaspan", case.TINY | {"tokens": 1}, device="H200")], args)
