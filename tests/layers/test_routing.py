@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import sys
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,16 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megaspan.layers.routing import (
-    Balance,
-    Router,
-    Routing,
-    balance_loss,
-    find_router,
-    knows_balance,
-    probability_sum,
-    sums_of,
-)
+from megaspan.layers.balance import Balance
+from megaspan.layers.routing import Router, Routing, find_router, watching
 from megaspan.layers.tile import tiles
 from tests.models import HIDDEN, randomise, tiny
 
@@ -78,8 +69,7 @@ def tiled(layer: Any, x: Tensor, sizes: tuple[int, int], balance: Balance | None
     routing = Routing(router, x.shape[1], None if balance is None else balance.top_k)
     y, probabilities_X = _Tiled.apply(x, layer, routing, sizes, *layer.mlp.parameters())
     if balance is not None:
-        assert routing.sums is not None
-        balance.add(replace(routing.sums, probabilities_X=probabilities_X))
+        routing.report(balance, probabilities_X)
     return y
 
 
@@ -157,7 +147,7 @@ def test_tiles_are_the_whole_block(family: str, length: int, sizes: tuple[int, i
     layer, *_ = layers(family)
     twin, weight = copy.deepcopy(layer), rows(length, seed=1)
     x, y = rows(length).requires_grad_(), rows(length).requires_grad_()
-    balance = Balance(2) if family in BALANCED else None
+    balance = Balance(2, 1) if family in BALANCED else None
     logits: list[Tensor] = []
     router_module(twin).register_forward_hook(lambda _, args, output: logits.append(output[0]))
 
@@ -263,52 +253,17 @@ def test_choices_take_as_few_bytes_as_they_can(experts: int, dtype: torch.dtype)
     assert experts == 4 or int(routing._chosen[0].max()) > 127
 
 
-@pytest.mark.parametrize("family", BALANCED)
-def test_the_balance_loss_is_the_familys_own_over_layers_and_pieces(family: str) -> None:
-    function = sys.modules[type(tiny(family)).__module__].load_balancing_loss_func
-    generator = torch.Generator().manual_seed(3)
-    whole = [(3 * torch.randn(37, 6, generator=generator)).requires_grad_() for _ in range(3)]
-    want = function(tuple(whole), 6, 2)
-    found = None
-    for logits in whole:
-        for part in logits.split((17, 1, 19)):
-            found = sums_of(part, 2) if found is None else found + sums_of(part, 2)
-    assert found is not None
-    assert found.tokens == 3 * 37
-    assert int(found.counts_X.sum()) == 3 * 37 * 2
-    got = balance_loss(found.probabilities_X, found.counts_X, found.tokens)
-    torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
-    for left, right in zip(torch.autograd.grad(got, whole), torch.autograd.grad(want, whole), strict=True):
-        assert distance(left, right) < 1e-6
-    assert knows_balance(function, 6, 2)
-    assert not knows_balance(lambda *args: 2 * function(*args), 6, 2)
-    assert not knows_balance(lambda logits, experts: logits, 6, 2)
-
-
-def test_ranks_with_the_counts_of_all_have_shares_of_the_loss() -> None:
-    logits = torch.randn(50, 5, generator=torch.Generator().manual_seed(0), requires_grad=True)
-    whole = sums_of(logits, 2)
-    shares = [balance_loss(probability_sum(part), whole.counts_X, 50) for part in logits.split((20, 30))]
-    want = balance_loss(whole.probabilities_X, whole.counts_X, 50)
-    torch.testing.assert_close(sum(shares), want, rtol=1e-6, atol=0)
-    (got,), (right,) = torch.autograd.grad(sum(shares), logits, retain_graph=True), torch.autograd.grad(want, logits)
-    assert distance(got, right) < 1e-6
-
-
-def test_bf16_logits_are_summed_in_fp32() -> None:
-    logits = torch.randn(20_000, 4, generator=torch.Generator().manual_seed(0)).bfloat16()
-    got = sums_of(logits, 1)
-    torch.testing.assert_close(got.probabilities_X.double(), logits.double().softmax(-1).sum(0), rtol=1e-6, atol=0)
-
-
 def test_a_missing_layer_is_noticed() -> None:
-    balance = Balance(2)
+    (layer, other), balance = layers("mixtral"), Balance(2, 2)
+    router = Router("mlp.gate", 2, 0, 4)
     with pytest.raises(RuntimeError, match="of 0 tokens"):
         balance.loss(5)
-    balance.add(sums_of(torch.randn(5, 4), 2))
+    for one in (layer, other):
+        with pytest.raises(RuntimeError, match="not of 5 in each of 2 layers"):
+            balance.loss(5)
+        with watching(one, router, balance):
+            run(one.mlp, rows(5))
     assert balance.loss(5) > 0
-    with pytest.raises(RuntimeError, match="of 5 tokens were seen and not of 10"):
-        balance.loss(10)
 
 
 def test_a_layer_that_runs_whole_is_watched() -> None:
@@ -317,8 +272,8 @@ def test_a_layer_that_runs_whole_is_watched() -> None:
     router, twin = find_router(layer), copy.deepcopy(layer)
     assert isinstance(router, Router)
     for one, checkpointed in ((layer, True), (twin, False)):
-        balance = Balance(2)
-        with balance.watching(one, router):
+        balance = Balance(2, 1)
+        with watching(one, router, balance):
             y = torch.utils.checkpoint.checkpoint(one.mlp, x, use_reentrant=False) if checkpointed else one.mlp(x)
         (y.sum() + 50 * balance.loss(9)).backward()
     for parameter, other in zip(layer.mlp.parameters(), twin.mlp.parameters(), strict=True):

@@ -1,4 +1,4 @@
-"""Experts: which ones each token takes is decided once, in the forward, and the balance loss is a loss over the whole row.
+"""Experts: which ones each token takes is decided once, in the forward.
 
 A mixture of experts sends each token to the k experts whose scores are highest. A layer that runs again in the backward scores
 again, in tiles of another shape or with kernels that add in another order; where two experts are close, the second run may
@@ -7,16 +7,10 @@ such choices a step. So the choice is kept, one or two bytes for each token and 
 experts), and the second run takes the scores at the places that were chosen. The weights of the experts are not kept: given the
 choice they are smooth functions of the scores, and the router's gradient needs the path through the scores anyway.
 
-The balance loss (`output_router_logits`) is experts * sum over experts of f * P, over the tokens of all layers: f the share of
-tokens that chose the expert, P the mean probability. From whole logits that is 25 GB of them at a million tokens (48 layers of
-128 experts, fp32). Here every layer hands out two vectors, sums over its tokens (`Balance`); the gradient of the loss by the
-sum of probabilities is one number for each expert, which the layer's backward gets and applies tile by tile.
+With a balance loss (`balance.py`) each tile's logits are summed too, and go into the backward with a gradient of their own.
 
 What a router is, is found by running the layer's MLP on a few tokens and looking where `torch.topk` is called (`find_router`).
 Letters: X experts.
-
-Source: Fedus et al. 2022, "Switch Transformers", arXiv 2101.03961, equations 4 to 6; the form is transformers'
-`load_balancing_loss_func`.
 """
 
 from __future__ import annotations
@@ -24,13 +18,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from megaspan.layers.balance import Balance, Sums, probability_sum, sums_of
 from megaspan.layers.tile import drawing
 
 _MLP = "mlp"
@@ -121,11 +116,15 @@ class Routing:
         return self._recorded == self._tokens
 
     @contextmanager
-    def recording(self, layer: nn.Module, tokens: slice) -> Iterator[None]:
-        """Keeps what the router chooses for a tile, `tokens` of the row, and adds to `sums` if they are asked for."""
+    def recording(self, layer: nn.Module, tokens: slice) -> Iterator[list[Tensor]]:
+        """Keeps what the router chooses for a tile, `tokens` of the row, and adds to `sums` if they are asked for.
+
+        Yields an empty list.
+        """
         mode = _Recording()
-        with _within(layer, self._router, mode) as logits:
-            yield
+        logits: list[Tensor] = []
+        with _within(layer, self._router, mode, logits.append):
+            yield []
         for call, (indices, experts) in enumerate(mode.choices):
             indices_tk = indices.reshape(tokens.stop - tokens.start, -1)
             if call == len(self._chosen):
@@ -148,132 +147,51 @@ class Routing:
             RuntimeError: the tile chooses otherwise often than in the forward.
         """
         probabilities: list[Tensor] = []
+        logits: list[Tensor] = []
         mode = _Replaying([chosen[tokens] for chosen in self._chosen])
-        with _within(layer, self._router, mode) as logits:
+        with _within(layer, self._router, mode, logits.append):
             yield probabilities
         if mode.left:
             raise RuntimeError(f"the router of {type(layer).__name__} chose less often than in the forward")
         if self._top_k is not None and torch.is_grad_enabled():
             probabilities += [probability_sum(part) for part in logits]
 
-
-@dataclass(frozen=True)
-class Sums:
-    """What the balance loss wants to know of some tokens.
-
-    Attributes:
-        probabilities_X: fp32, sum of the router's probabilities over the tokens.
-        counts_X: int64, how many tokens chose the expert.
-        tokens: how many.
-    """
-
-    probabilities_X: Tensor
-    counts_X: Tensor
-    tokens: int
-
-    def __add__(self, other: Sums) -> Sums:
-        return Sums(self.probabilities_X + other.probabilities_X, self.counts_X + other.counts_X, self.tokens + other.tokens)
-
-
-def sums_of(logits_tX: Tensor, top_k: int) -> Sums:
-    """The sums of some tokens' logits, with the graph of the probabilities if the logits have one.
-
-    The choice that counts is that of the highest logits, as in transformers: a router that adds a bias to its scores first
-    counts as if it did not.
-    """
-    chosen = logits_tX.detach().topk(top_k, dim=-1).indices.flatten()
-    # Integers: their sum does not depend on the order of additions, and nothing waits for the device.
-    counts = torch.zeros(logits_tX.shape[1], dtype=torch.int64, device=chosen.device)
-    counts.scatter_add_(0, chosen, torch.ones_like(chosen))
-    return Sums(probability_sum(logits_tX), counts, logits_tX.shape[0])
-
-
-def probability_sum(logits_tX: Tensor) -> Tensor:
-    """The sum over tokens of the probabilities, fp32 (fp64 for fp64) [X], differentiable."""
-    return logits_tX.softmax(dim=-1, dtype=torch.promote_types(logits_tX.dtype, torch.float32)).sum(dim=0)
-
-
-def balance_loss(probabilities_X: Tensor, counts_X: Tensor, tokens: int) -> Tensor:
-    """The balance loss of sums over all layers and pieces: X * sum_X (counts / tokens) * (probabilities / tokens).
-
-    Where tokens lie on several ranks, `counts_X` and `tokens` are to be summed over them first; each rank's probabilities then
-    give its share of the loss, and the right gradient.
-
-    Args:
-        probabilities_X: fp32, sum of probabilities.
-        counts_X: how many tokens chose each expert.
-        tokens: tokens times layers.
-    """
-    share_X = (counts_X.double() / tokens).to(probabilities_X.dtype)
-    return probabilities_X.shape[0] * (share_X * (probabilities_X / tokens)).sum()
-
-
-@final
-class Balance:
-    """The sums of one forward of a model, over its layers and over the pieces of its batch.
-
-    A streamed layer calls `add` with the sums of its `Routing`, their `probabilities_X` exchanged for the differentiable output
-    of the layer's autograd function. A layer that runs whole does so inside `watching`.
-
-    Args:
-        top_k: experts for each token.
-    """
-
-    def __init__(self, top_k: int) -> None:
-        self.top_k = top_k
-        self._sums: Sums | None = None
-        self._logits: list[Tensor] = []
-
-    def add(self, sums: Sums) -> None:
-        """Adds the sums of a layer."""
-        self._sums = sums if self._sums is None else self._sums + sums
-
-    @contextmanager
-    def watching(self, layer: nn.Module, router: Router) -> Iterator[None]:
-        """Adds what the router says inside, plainly run or checkpointed as a whole."""
-        with _within(layer, router, None) as logits:
-            yield
-        # Not inside the layer: what is computed there once would be missing when a checkpoint runs it a second time.
-        for part in logits:
-            self.add(sums_of(part, self.top_k))
-
-    def loss(self, tokens: int) -> Tensor:
-        """The balance loss.
+    def report(self, balance: Balance, probabilities_X: Tensor) -> None:
+        """Adds what the forward found to `balance`.
 
         Args:
-            tokens: of the batch times layers with experts, as a check that no layer is missing.
-
-        Raises:
-            RuntimeError: one is.
+            balance: of the model's forward.
+            probabilities_X: `sums.probabilities_X` as the layer's autograd function returned it, with its graph.
         """
-        if self._sums is None or self._sums.tokens != tokens:
-            seen = 0 if self._sums is None else self._sums.tokens
-            raise RuntimeError(f"router logits of {seen} tokens were seen and not of {tokens}")
-        return balance_loss(self._sums.probabilities_X, self._sums.counts_X, self._sums.tokens)
-
-
-def knows_balance(function: Callable[..., Any], experts: int, top_k: int) -> bool:
-    """Whether a family's `load_balancing_loss_func` is the loss computed here, tried on random logits of two layers."""
-    generator = torch.Generator().manual_seed(0)
-    logits = [torch.randn(5, experts, generator=generator, requires_grad=True) for _ in range(2)]
-    try:
-        want = function(tuple(logits), experts, top_k, None)
-        got_sums = sums_of(logits[0], top_k) + sums_of(logits[1], top_k)
-        got = balance_loss(got_sums.probabilities_X, got_sums.counts_X, got_sums.tokens)
-        gradients = [torch.autograd.grad(loss, logits) for loss in (want, got)]
-    except Exception:  # whatever another function takes or gives, it is not this one
-        return False
-    return torch.allclose(want, got, rtol=1e-5) and all(
-        torch.allclose(left, right, rtol=1e-4, atol=1e-7) for left, right in zip(*gradients, strict=True)
-    )
+        assert self.sums is not None
+        balance.add(replace(self.sums, probabilities_X=probabilities_X))
 
 
 @contextmanager
-def _within(layer: nn.Module, router: Router, mode: TorchFunctionMode | None) -> Iterator[list[Tensor]]:
+def watching(layer: nn.Module, router: Router, balance: Balance) -> Iterator[None]:
+    """Adds to `balance` what the router of a layer says inside: without gradients, plainly run or checkpointed as a whole."""
+    logits: list[Tensor] = []
+
+    def seen(logits_tX: Tensor) -> None:
+        # Of all tiles of all layers they would be too many. Under gradients not inside the layer: what is computed there once
+        # would be missing when a checkpoint runs it a second time.
+        if torch.is_grad_enabled():
+            logits.append(logits_tX)
+        else:
+            balance.add(sums_of(logits_tX, balance.top_k))
+
+    with _within(layer, router, None, seen):
+        yield
+    for part in logits:
+        balance.add(sums_of(part, balance.top_k))
+
+
+@contextmanager
+def _within(layer: nn.Module, router: Router, mode: TorchFunctionMode | None, seen: Callable[[Tensor], None]) -> Iterator[None]:
     """The mode is on while the layer's router runs, and there alone: a mode costs microseconds for each of the many small
-    operations of experts. Yields a list to which each run adds its logits, if they are known."""
+    operations of experts. Each run's logits, if they are known, are `seen`."""
     module: Any = layer.get_submodule(router.name)
-    own, before, logits = module.forward, module.__dict__.get("forward"), []
+    own, before = module.forward, module.__dict__.get("forward")
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if mode is None:
@@ -282,12 +200,12 @@ def _within(layer: nn.Module, router: Router, mode: TorchFunctionMode | None) ->
             with mode:
                 output = own(*args, **kwargs)
         if router.logits is not None:
-            logits.append(output[router.logits])
+            seen(output[router.logits])
         return output
 
     module.__dict__["forward"] = forward
     try:
-        yield logits
+        yield
     finally:
         del module.__dict__["forward"]
         if before is not None:
