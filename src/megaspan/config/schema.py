@@ -30,6 +30,7 @@ from megaspan.config.values import (
     Names,
     NotNegative,
     One,
+    Optim,
     Padding,
     Positive,
     Resume,
@@ -146,7 +147,11 @@ class SFTConfig(BaseModel):
     lr_scheduler_kwargs: Mapping | None = Field(None, description="Arguments of the schedule, such as {min_lr_rate: 0.1}.")
     warmup_steps: Warmup = Field(0.0, description="Steps of linear warm-up; below 1 a share of all steps.")
     warmup_ratio: Share | None = Field(None, description="Warm-up as a share of all steps (older name).")
-    optim: Literal["adamw_torch_fused", "adamw_torch"] = Field("adamw_torch_fused", description="AdamW of torch, fused or not.")
+    optim: Optim = Field(
+        "adamw_torch_fused",
+        description="AdamW of torch, fused or not; adamw_8bit (or adamw_bnb_8bit) keeps moments of 8 bits by bitsandbytes "
+        "(needs megaspan[optim8]).",
+    )
     weight_decay: NotNegative = Field(0.0, description="Decay, not applied to biases and norms.")
     adam_beta1: Share = Field(0.9, description="Decay of the first moment.")
     adam_beta2: Share = Field(0.999, description="Decay of the second moment.")
@@ -167,6 +172,9 @@ class SFTConfig(BaseModel):
     )
     gradient_checkpointing_kwargs: Mapping | None = Field(
         None, description="{offload: true} keeps the layers' inputs in host memory (the default), {offload: false} on the GPU."
+    )
+    offload_optimizer: bool | None = Field(
+        None, description="Moments and fp32 masters in host memory, updated in pieces on the GPU; null lets the plan decide."
     )
     memory_limit: Bytes | None = Field(None, description="GPU memory to plan for; null is what the GPU has.")
     host_memory: Bytes | None = Field(None, description="Host memory to plan for; null is what the machine or its cgroup has.")

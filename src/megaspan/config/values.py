@@ -77,6 +77,10 @@ def _strategy(value: Any) -> Any:
     return "no" if value is False else value  # `save_strategy: no` is a boolean to an older YAML reader
 
 
+def _optim(value: Any) -> Any:
+    return "adamw_8bit" if value == "adamw_bnb_8bit" else value  # transformers has both names for one optimizer
+
+
 def _names(value: Any) -> tuple[str, ...]:
     if isinstance(value, str):
         value = [part.strip() for part in value.split(",")]
@@ -161,6 +165,7 @@ Names = Annotated[tuple[str, ...], BeforeValidator(_names), Allowed("a name or a
 Datasets = Annotated[tuple[dict[str, Any], ...], Allowed("a list of datasets, each with a path")]
 Mapping = Annotated[dict[str, Any], BeforeValidator(_mapping), Allowed("a mapping of names to values")]
 Dtype = Annotated[Literal["bfloat16", "float32"], BeforeValidator(_dtype), Allowed("bfloat16 or float32")]
+Optim = Annotated[Literal["adamw_torch_fused", "adamw_torch", "adamw_8bit"], BeforeValidator(_optim)]
 Strategy = Annotated[Literal["no", "steps", "epoch"], BeforeValidator(_strategy)]
 
 

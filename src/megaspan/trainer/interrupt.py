@@ -3,7 +3,7 @@
 At a million tokens one step takes from minutes to an hour, most of it inside one call of `backward`, where Python's main
 thread cannot run a signal handler. The operating system's notice is therefore read by a thread of our own, and the step is
 abandoned at the next layer boundary, on whichever thread runs it; the weights still hold the last complete step and are saved
-as such.
+as such. Where weights are updated inside the backward, the loop does not ask here between the first update and the last.
 """
 
 from __future__ import annotations

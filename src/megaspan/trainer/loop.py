@@ -3,7 +3,8 @@
 A step at a million tokens lasts minutes to an hour, so everything around it is made for long steps: the progress bar moves by
 layers, a signal abandons the open step at the next layer and leaves a complete checkpoint of the last one, checkpoints come
 by minutes (`save_minutes`) as well as by steps, and an update that has begun is always finished, so that no half-updated
-weights are ever saved.
+weights are ever saved. Where parameters are updated in the backward (`StatePlan.gradients`: "update") that means the rest of
+the backward: a signal before the first update abandons the step, one after it waits for the step's end.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megaspan.config import SFTConfig
-from megaspan.optimizer import Optimizer
+from megaspan.optimizer import NonFiniteGradient, Optimizer
 from megaspan.report import Metrics, Progress
 from megaspan.store import random_state, restore_random_state
 from megaspan.trainer.callbacks import Callbacks
@@ -73,6 +74,7 @@ class Loop:
                 if state.global_step % steps_per_epoch == 0:
                     self.callbacks.call("on_epoch_end")
                 self._log_evaluate_save()
+                self.interrupts.check()  # a signal that waited for an update must not wait for the next step's first layer
         except Interrupted as interrupted:
             self.job.discard_step()
             self.optimizer.zero_grad()
@@ -81,8 +83,13 @@ class Loop:
             path = self._save()
             interrupted.add_note(f"{path} is complete; --resume_from_checkpoint true continues from step {state.global_step}")
             raise
+        except BaseException as error:
+            if self.optimizer.updating:
+                error.add_note("an update had begun: the weights are between two steps and are not saved")
+            raise
         finally:
             self.job.watch_layers(None)
+            self.optimizer.close()
         self.callbacks.call("on_train_end")
 
     @property
@@ -95,13 +102,21 @@ class Loop:
         self.job.reset_peaks()
         self.progress.begin_step(step + 1)
         rows = [self.job.rows[number] for number in self.schedule.window(step)]
-        self._accumulator.backward(rows)
-        sums = self._accumulator.sums()
-        self.interrupts.check()
-        self.progress.phase("optimizer")
-        self.callbacks.call("on_pre_optimizer_step")
+        self._waiting = False
         self._learning_rate = self.optimizer.learning_rate
-        self._norm = self._update(sums, step)
+        try:
+            self._accumulator.backward(rows, self.optimizer.last_row)
+            sums = self._accumulator.sums()
+            if not self.optimizer.updating:
+                self.interrupts.check()
+            self.progress.phase("optimizer")
+            self.callbacks.call("on_pre_optimizer_step")
+            self._norm = self._update(sums, step)
+        except NonFiniteGradient as error:
+            raise RuntimeError(
+                f"step {step + 1}: {error}. The last checkpoint is intact. Try a smaller learning_rate; look at rows "
+                f"{self.schedule.window(step)}."
+            ) from error
         self.callbacks.call("on_optimizer_step")
         self.optimizer.zero_grad()
         self.job.synchronize()
@@ -124,10 +139,7 @@ class Loop:
             return 0.0
         norm = self.optimizer.clip(self.args.max_grad_norm)
         if not math.isfinite(norm):
-            raise RuntimeError(
-                f"step {step + 1}: the gradient norm is {norm} (loss {sums.loss / sums.trained:.4g}). Nothing was updated; "
-                f"the last checkpoint is intact. Try a smaller learning_rate; look at rows {self.schedule.window(step)}."
-            )
+            self.progress.say(f"step {step + 1}: loss {sums.loss / sums.trained:.4g}, gradient norm {norm}")
         self.optimizer.step()
         return norm
 
@@ -175,5 +187,13 @@ class Loop:
 
     def _layer(self, phase: str, index: int) -> None:
         """At every layer boundary of a step, on whichever thread runs it."""
-        self.interrupts.check()
+        self.optimizer.settle()
+        if not self.optimizer.updating:
+            self.interrupts.check()
+        elif self.interrupts.signum is not None and not self._waiting:
+            self._waiting = True
+            self.progress.say(
+                "a signal came while weights are being updated: this step is finished and saved first; the next signal ends "
+                "the process, and the last checkpoint stays"
+            )
         self.progress.layer(phase, index)

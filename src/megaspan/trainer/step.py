@@ -9,7 +9,7 @@ may hold rows of any size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,10 +79,18 @@ class Accumulator:
     device: torch.device
     _rows: list[_OnDevice] = field(default_factory=list)
 
-    def backward(self, rows: Sequence[Row]) -> None:
-        """Forward and backward of one window; gradients are those of the window's mean loss over trained tokens."""
+    def backward(self, rows: Sequence[Row], last_row: Callable[[], None] = lambda: None) -> None:
+        """Forward and backward of one window; gradients are those of the window's mean loss over trained tokens.
+
+        Args:
+            rows: the window.
+            last_row: called before the last row, whose backward completes the gradients; not in a window without a trained
+                token, whose gradients are nothing to update by.
+        """
         total = sum(trained_tokens(row) for row in rows)
-        for row in rows:
+        for number, row in enumerate(rows):
+            if total and number == len(rows) - 1:
+                last_row()
             output = self._forward(row, total)
             # The loss of a fully masked row is a constant 0 without a graph on some paths: there is nothing to add.
             if output.loss.requires_grad:

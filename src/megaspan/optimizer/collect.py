@@ -1,0 +1,73 @@
+"""Gradients that wait on the host until the clipping factor is known.
+
+Clipping needs the norm of all gradients before the first update, so all of them must be somewhere: 33 GB in fp32 for 8B
+parameters. Each goes to the host the moment it is complete, beside the backward of the layer below, and its device memory is
+free when it has arrived. Its fp32 sum of squares is taken on the way.
+
+A window of several rows keeps its sum on the host: when a later row's gradient comes, the sum so far comes to the device in
+pieces, is added to it there, and the new sum goes back: 8 bytes a parameter and row over the link, 1.3 s for 8B parameters, and
+still no second gradient on the device. The addition is the one that autograd would have made, so no bit differs.
+"""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+from torch import Tensor
+
+from megaspan.optimizer.conveyor import Conveyor, Task, pieces
+from megaspan.optimizer.trained import Trained
+
+
+def norm_of(gradient: Tensor) -> Tensor:
+    """L2 norm, a scalar on the gradient's device; squares are summed in fp32 (fp64 for fp64)."""
+    return torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32))
+
+
+@final
+class HostGradients:
+    """Moves gradients to the host and adds to those that are there."""
+
+    def __init__(self, conveyor: Conveyor) -> None:
+        self._conveyor = conveyor
+
+    def take(self, trained: Trained, *, last: bool) -> Tensor | None:
+        """Moves a parameter's gradient, with what was gathered before, to the host; returns its norm on the last row."""
+        gradient = self.add(trained)
+        trained.parameter.grad = None
+        norm = norm_of(gradient) if last else None
+        assert trained.gathered is not None
+        self._conveyor.send(gradient.contiguous().view(-1), trained.gathered)
+        trained.has_gathered = True
+        return norm
+
+    def add(self, trained: Trained) -> Tensor:
+        """Adds what was gathered to the gradient on the device, in place, and returns that."""
+        gradient = trained.gradient
+        assert gradient is not None
+        if trained.has_gathered:
+            flat = gradient.view(-1)
+            self._conveyor.run(_addition(trained, flat, cut) for cut in pieces(flat.numel()))
+            trained.has_gathered = False
+        return gradient
+
+    def norm(self, trained: Trained) -> Tensor:
+        """Norm of a gathered gradient, brought to the device whole: summed in pieces it would be another number."""
+        assert trained.gathered is not None
+        norms: list[Tensor] = []
+
+        def work(gradient: Tensor) -> None:
+            norms.append(norm_of(gradient.view(trained.weight.shape)))
+
+        self._conveyor.run([Task([trained.gathered], work)])
+        return norms[0]
+
+
+def _addition(trained: Trained, flat: Tensor, cut: slice) -> Task:
+    assert trained.gathered is not None
+
+    def work(before: Tensor) -> None:
+        flat[cut].add_(before)
+
+    return Task([trained.gathered[cut]], work)

@@ -1,0 +1,88 @@
+"""The optimizer's state by parameter name, the same wherever it lies: what a checkpoint holds.
+
+    step, exp_avg, exp_avg_sq, master                                   torch's AdamW
+    step, state1, state2, absmax1, absmax2, master                      8 bits (32: without absmax)
+
+Tensors on the host are saved from there, and a state that was saved from one place is copied into any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from torch import Tensor
+
+from megaspan.human import UserError
+from megaspan.optimizer.conveyor import pieces
+from megaspan.optimizer.trained import Rule, Trained
+
+
+def state_of(trained: Trained) -> dict[str, Tensor]:
+    """Step and moments once there are some, and the master: the live tensors, in the parameter's shape."""
+    state: dict[str, Tensor] = {}
+    if trained.stepped:
+        state |= {"step": trained.step} | {name: trained.shaped(moment) for name, moment in trained.moments.items()}
+    if trained.master is not None:
+        state["master"] = trained.shaped(trained.master)
+    return state
+
+
+def load_state(
+    here: Mapping[str, Trained], saved: Mapping[str, Mapping[str, Tensor]], rule: Rule, make_moments: Callable[[Trained], None]
+) -> None:
+    """Copies a saved state into the live one; weights with masters are set to them.
+
+    Raises:
+        UserError: it is of other parameters, or of another kind of optimizer; nothing was changed.
+    """
+    _check_same(here, saved, rule)
+    for name, trained in here.items():
+        state = saved[name]
+        trained.stepped = "step" in state
+        if trained.stepped:
+            make_moments(trained)
+            trained.step.copy_(state["step"])
+        else:
+            trained.step.zero_()
+        for key, moment in trained.moments.items():
+            if trained.stepped:
+                moment.copy_(state[key].reshape(moment.shape))
+            else:
+                moment.zero_()
+        if trained.master is not None:
+            trained.master.copy_(state["master"].reshape(trained.master.shape))
+            weight, master = trained.weight, trained.shaped(trained.master)
+            if trained.on_host:
+                for cut in pieces(weight.numel()):
+                    weight.view(-1)[cut].copy_(master.view(-1)[cut])
+            else:
+                weight.copy_(master)
+
+
+def _check_same(here: Mapping[str, Trained], saved: Mapping[str, Mapping[str, Tensor]], rule: Rule) -> None:
+    missing, unknown = here.keys() - saved.keys(), saved.keys() - here.keys()
+    for name, trained in here.items():
+        shapes = {key: entry.shape for key, entry in rule.entries(trained).items()}
+        state = saved.get(name, {})
+        moments = state.keys() - {"step", "master"}
+        if moments and moments != shapes.keys():
+            raise UserError(
+                f"the checkpoint's optimizer keeps {', '.join(sorted(moments))} of {name}",
+                got=f"optim with {', '.join(sorted(shapes))} here",
+                do="Set optim to what that run had: adamw_8bit and the others do not continue each other",
+            )
+        for key, value in state.items():
+            if key != "step" and tuple(value.shape) != (wanted := shapes.get(key, tuple(trained.weight.shape))):
+                raise UserError(f"the checkpoint's optimizer has {name} of shape {tuple(value.shape)}", got=f"{wanted} here")
+        if not missing and ("master" in state) != (trained.master is not None):
+            made, now = ("with", "without") if "master" in state else ("without", "with")
+            raise UserError(
+                f"the checkpoint was made {made} fp32 masters, and this run is {now}",
+                do="Give dtype and bf16 the values that the checkpoint's run had, on the same kind of device",
+            )
+    if missing or unknown:
+        raise UserError(
+            f"the checkpoint's optimizer trains other parameters: {len(missing)} are missing, {len(unknown)} unknown",
+            got=", ".join(sorted(missing | unknown)[:3]),
+            do="Resume with the model and the LoRA settings of that run",
+        )
