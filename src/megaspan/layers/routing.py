@@ -188,8 +188,10 @@ def watching(layer: nn.Module, router: Router, balance: Balance) -> Iterator[Non
 
 @contextmanager
 def _within(layer: nn.Module, router: Router, mode: TorchFunctionMode | None, seen: Callable[[Tensor], None]) -> Iterator[None]:
-    """The mode is on while the layer's router runs, and there alone: a mode costs microseconds for each of the many small
-    operations of experts. Each run's logits, if they are known, are `seen`."""
+    """The mode is on while the layer's router runs, and there alone: the many small operations of experts would pay for it.
+
+    Each run's logits, if they are known, are `seen`.
+    """
     module: Any = layer.get_submodule(router.name)
     own, before = module.forward, module.__dict__.get("forward")
 
