@@ -109,21 +109,21 @@ def settings(case: dict[str, Any], folder: Path) -> Any:
         own["memory_limit"] = case["limit"]
     if case.get("host"):
         own["host_memory"] = case["host"]
-    return SFTConfig(
-        output_dir=str(folder / "run"),
-        model_name_or_path=str(folder / "shape"),
-        max_length=case["tokens"],
-        max_steps=len(lengths(case)),
-        allow_past_window=True,
-        gradient_checkpointing_kwargs={"offload": case["offload"]},
-        learning_rate=1e-5,
-        max_grad_norm=case.get("clip", 1.0),
-        packing=False,
-        save_strategy="no",
-        disable_tqdm=True,
-        train_sampling_strategy="sequential",
-        **own,
-    )
+    own = {
+        "output_dir": str(folder / "run"),
+        "model_name_or_path": str(folder / "shape"),
+        "max_length": case["tokens"],
+        "max_steps": len(lengths(case)),
+        "allow_past_window": True,
+        "gradient_checkpointing_kwargs": {"offload": case["offload"]},
+        "learning_rate": 1e-5,
+        "max_grad_norm": case.get("clip", 1.0),
+        "packing": False,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "train_sampling_strategy": "sequential",
+    } | own
+    return SFTConfig(**(own | case.get("options", {})))
 
 
 def run_megaspan(case: dict[str, Any], folder: Path) -> None:
@@ -134,15 +134,64 @@ def run_megaspan(case: dict[str, Any], folder: Path) -> None:
     args = settings(case, folder)
     vocab = shape_of(case)["vocab_size"]
     trainer = SFTTrainer(args=args, train_dataset=rows(case, vocab), callbacks=[Clock(case["tokens"])])
+    if case.get("dials"):
+        turn_dials(trainer, args, case["dials"])
     placed = levers(trainer.model)
     assert placed is not None
     say(
         levers=[list(line) for line in placed.read_back()],
+        moments=dict(placed.plan.moments),
         planned_device_bytes=placed.plan.device_bytes,
         planned_host_bytes=placed.plan.host_bytes,
         planned_seconds=placed.plan.seconds.total,
     )
     trainer.train()
+
+
+KINDS = {
+    "kept": "input and attention's output wait on the host",
+    "outputs": "the output waits on the host, the input is computed again",
+    "again": "input and output are computed again",
+}
+
+
+def kind_of(keep: Any) -> str:
+    """Which of `KINDS` a layer is, by what it keeps; wherever that waits."""
+    return "again" if keep.output is None else "outputs" if keep.input is None else "kept"
+
+
+def dials_of(plan: Any, kind: str) -> dict[str, Any]:
+    """What makes few layers run as layers of one kind do in `plan`."""
+    return {
+        "kind": kind,
+        "layer_tile_tokens": plan.layer_tile_tokens,
+        "kv_heads_per_call": plan.kv_heads_per_call,
+        "stream_back": plan.stream_back,
+        "states": {"gradients": plan.states.gradients, "moments": plan.states.moments},
+        "again": plan.keep.again,
+    }
+
+
+def turn_dials(trainer: Any, args: Any, dials: dict[str, Any]) -> None:
+    """Prepares the model anew with another plan's dials: the planner would give few layers more room than all of them have."""
+    from dataclasses import replace
+
+    from megaspan.model import levers, prepare, unprepare
+    from megaspan.plan.keep import KeepPolicy, LayerKeep
+    from megaspan.plan.states import StatePlan
+
+    job = trainer._job  # the trainer has no argument for a plan, and a user needs none
+    kind = dials["kind"]
+    output = None if kind == "again" else "host"
+    rest = LayerKeep("host" if kind == "kept" else None, output)
+    policy = KeepPolicy((LayerKeep("host", output), *[rest] * (job.plan.model.layers - 1)), again=dials["again"])
+    own = {name: dials[name] for name in ("layer_tile_tokens", "kv_heads_per_call", "stream_back")}
+    job.plan = replace(job.plan, keep=policy, states=StatePlan(**dials["states"]), offload=True, **own)
+    unprepare(trainer.model)
+    prepare(trainer.model, args, job.plan)
+    placed = levers(trainer.model)
+    assert placed is not None
+    placed.reserve(trainer.model, args.max_length)
 
 
 def run_rehearsal(case: dict[str, Any], folder: Path) -> None:

@@ -1,9 +1,10 @@
 """Seconds of a layer from few layers: `python -m benchmarks.depth --tokens 1048576 --layers 2 4 --memory-limit 80GiB`.
 
 A step at a million tokens of a whole 8B model lasts half an hour, one of two layers two minutes. Steps with several numbers of
-layers give step = a + b x layers; the whole depth follows. So that few layers run as all of them would, each case gets the
-room that a layer has in the whole model: the states of the layers left out are taken off the device's limit, and of the host's
-limit its share of layers remains (`--room all` leaves the limits as they are). A short row comes first and compiles.
+layers give step = a + b x layers. Left alone, a planner would let two layers run with the room of thirty-six, so they get the
+dials of the whole model's plan (tiles, heads a call, what comes back in tiles, where the optimizer's states lie). Layers of the
+whole differ in what they keep, so each kind of layer that its plan has gets its own line, and the whole depth is
+a + the sum of b over its layers. A short row comes first and compiles.
 """
 
 from __future__ import annotations
@@ -11,18 +12,18 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.case import settings
+from benchmarks.case import KINDS, dials_of, kind_of, settings
 from benchmarks.compare import PEERS, Outcome
-from benchmarks.record import Record, wants_a_gpu
+from benchmarks.record import Record, option, wants_a_gpu
 from megaspan import world
 from megaspan.human import format_bytes, format_seconds, format_tokens, parse_bytes, parse_tokens
 from megaspan.plan import Plan, plan_command
-from megaspan.plan.cost import HOST_BASE_BYTES
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
@@ -35,11 +36,17 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--warm", type=parse_tokens, default=4096, help="tokens of the first row, which is not measured")
     parser.add_argument("--memory-limit", dest="limit", type=parse_bytes, default=0, help="GPU memory, such as 80GiB")
     parser.add_argument("--host-memory", dest="host", type=parse_bytes, default=0, help="host memory, such as 128GiB")
-    parser.add_argument("--room", choices=("layer", "all"), default="layer", help="limits cut to the share of the layers")
+    parser.add_argument(
+        "--kinds",
+        nargs="*",
+        choices=("plan", *KINDS),
+        help="kinds of layers, or plan: as planned for so few; by default those of the whole",
+    )
     parser.add_argument("--clip", type=float, default=1.0, help="max_grad_norm; 0 does not clip")
     parser.add_argument("--masters", action="store_true", help="fp32 masters, in place of pure bf16 weights")
     parser.add_argument("--offload", choices=("on", "off"), default="on", help="megaspan's layer inputs in host memory")
     parser.add_argument("--peers", nargs="*", default=[], choices=tuple(PEERS), help="TRL beside it, in the same run")
+    parser.add_argument("--set", dest="options", nargs="*", type=option, default=[], help="megaspan's options, as NAME=VALUE")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds a case may take")
     parser.add_argument("--json", type=Path, help="file that results are appended to, a line each")
     parser.add_argument("--tiny", action="store_true", help="a toy shape on whatever is there, in seconds: tries the code only")
@@ -66,7 +73,7 @@ def case_of(args: argparse.Namespace, layers: int, peer: str | None = None) -> d
     case = {
         "system": "megaspan", "shape": args.shape, "tokens": args.tokens, "layers": layers, "steps": args.steps,
         "warm": args.warm, "limit": args.limit, "host": args.host, "clip": args.clip, "masters": args.masters,
-        "offload": args.offload == "on", "selective": False,
+        "offload": args.offload == "on", "selective": False, "options": dict(args.options),
     }  # fmt: skip
     return case if peer is None else case | {"system": "trl", "attention": "sdpa", "offload": False} | PEERS[peer]
 
@@ -75,22 +82,6 @@ def plan_of(case: dict[str, Any]) -> Plan:
     """The plan of megaspan's case on this machine."""
     with tempfile.TemporaryDirectory() as folder:
         return plan_command(settings(case, Path(folder)), world.machine())
-
-
-def with_room(case: dict[str, Any], whole: Plan, part: Plan) -> dict[str, Any]:
-    """The case with the room that its layers have in the whole model: limits of device and host."""
-    if not whole.device_limit:
-        return case
-    states = resident(whole) - resident(part)
-    share = part.model.layers / whole.model.layers
-    # The plan's allowance for the process itself does not shrink.
-    host = int(HOST_BASE_BYTES + max(0, whole.host_limit - HOST_BASE_BYTES) * share)
-    return case | {"limit": whole.device_limit - states, "host": host}
-
-
-def resident(plan: Plan) -> int:
-    """Bytes of weights, gradients and optimizer on the device: what the update needs, at which no layer runs."""
-    return next((size for name, size in plan.moments if "optimizer" in name), 0)
 
 
 def line(points: list[tuple[int, float]]) -> tuple[float, float]:
@@ -117,6 +108,31 @@ def summary(name: str, outcomes: list[Outcome], depth: int) -> dict[str, Any]:
     return found
 
 
+def kinds_of(whole: Plan) -> dict[str, int]:
+    """How many layers of each kind the whole model has; none where its plan is not made of streamed layers."""
+    if not (whole.streamed and whole.offload and whole.device_limit):
+        return {}
+    return dict(Counter(kind_of(keep) for keep in whole.keep.layers))
+
+
+def systems(args: argparse.Namespace, whole: Plan) -> list[tuple[str, str | None, dict[str, Any]]]:
+    """What to draw a line for: names, TRL's settings (None: megaspan), dials."""
+    found: list[tuple[str, str | None, dict[str, Any]]] = [(peer, peer, {}) for peer in args.peers]
+    for kind in args.kinds or list(kinds_of(whole)) or ["plan"]:
+        found.append((f"megaspan, {kind}", None, {} if kind == "plan" else {"dials": dials_of(whole, kind)}))
+    return found
+
+
+def whole_seconds(results: list[dict[str, Any]], counts: dict[str, int]) -> float | None:
+    """Seconds of megaspan's whole depth from the lines of the kinds of its layers; None where one is missing."""
+    lines = {found["name"].removeprefix("megaspan, "): found for found in results if "b" in found}
+    if not counts:
+        return lines["plan"]["whole_seconds"] if "plan" in lines else None
+    if not counts.keys() <= lines.keys():
+        return None
+    return max(lines[kind]["a"] for kind in counts) + sum(count * lines[kind]["b"] for kind, count in counts.items())
+
+
 def main(given: list[str] | None = None) -> int:
     """Run every case; 1 when megaspan has no line."""
     args = arguments(given)
@@ -124,26 +140,41 @@ def main(given: list[str] | None = None) -> int:
         return 2
     record = Record(args.json, command="depth", **vars(args))
     whole = plan_of(case_of(args, 0))
-    depth = whole.model.layers
-    record.write(whole_plan={"layers": depth, "seconds": whole.seconds.total, "fits": whole.fits, "bytes": whole.device_bytes})
+    depth, counts = whole.model.layers, kinds_of(whole)
+    record.write(
+        whole_plan={
+            "layers": depth,
+            "kinds": counts,
+            "seconds": whole.seconds.total,
+            "fits": whole.fits,
+            "bytes": whole.device_bytes,
+        }
+    )
     results = []
-    for peer in (*args.peers, None):
-        outcomes = []
-        for layers in args.layers:
-            case = case_of(args, layers, peer)
-            if args.room == "layer" and peer is None:
-                case = with_room(case, whole, plan_of(case))
-            outcomes.append(record.case(peer or "megaspan", case, args.timeout))
-        results.append(summary(peer or "megaspan", outcomes, depth))
+    for name, peer, more in systems(args, whole):
+        outcomes = [record.case(name, case_of(args, layers, peer) | more, args.timeout) for layers in args.layers]
+        results.append(summary(name, outcomes, depth))
         record.write(summary=results[-1])
-    for found in results:
-        peaks = ", ".join(f"{format_bytes(size)} at {layers}" for layers, size in found["peak_bytes"].items() if size)
-        if "b" in found:
-            text = f"{found['a']:.2f} s + {found['b']:.2f} s x layers; {depth} layers: {format_seconds(found['whole_seconds'])}"
-            print(f"{found['name']}, {format_tokens(args.tokens)} tokens: {text}" + (f"; peak {peaks} layers" if peaks else ""))
-        else:
-            print(f"{found['name']}: no line: {found['failed'] or found['seconds']}")
-    return int("b" not in results[-1])
+        print(sentence(results[-1], args.tokens), flush=True)
+    ours = [found for found in results if found["name"].startswith("megaspan")]
+    total = whole_seconds(ours, counts)
+    record.write(megaspan_whole_seconds=total, planned_seconds=whole.seconds.total)
+    if total is not None:
+        parts = ", ".join(f"{count} {kind}" for kind, count in counts.items()) or f"{depth} as planned"
+        planned = f"; the plan says {format_seconds(whole.seconds.total)}" if whole.seconds.total else ""
+        print(f"megaspan, {depth} layers ({parts}): {format_seconds(total)} a step{planned}")
+    return int(any("b" not in found for found in ours))
+
+
+def sentence(found: dict[str, Any], tokens: int) -> str:
+    """A system's line in words."""
+    if "b" not in found:
+        return f"{found['name']}: no line: {found['failed'] or found['seconds']}"
+    peaks = ", ".join(f"{format_bytes(size)} at {layers} layers" for layers, size in found["peak_bytes"].items() if size)
+    text = (
+        f"{found['a']:.2f} s + {found['b']:.2f} s x layers; {found['depth']} of them: {format_seconds(found['whole_seconds'])}"
+    )
+    return f"{found['name']}, {format_tokens(tokens)} tokens: {text}" + (f"; peak {peaks}" if peaks else "")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import time
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 from benchmarks.compare import Outcome, environment, run_case
 
@@ -44,6 +46,14 @@ class Record:
         outcome = run_case(name, case, timeout, heard)
         self.write(outcome=outcome.as_dict())
         return outcome
+
+
+def option(text: str) -> tuple[str, Any]:
+    """An option of megaspan's configuration as NAME=VALUE, the value as in its file."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{text} is not NAME=VALUE")
+    return name.replace("-", "_"), yaml.safe_load(value)
 
 
 def wants_a_gpu(name: str, tiny: bool) -> bool:

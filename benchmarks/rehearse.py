@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.depth import plan_of
-from benchmarks.record import Record, wants_a_gpu
+from benchmarks.record import Record, option, wants_a_gpu
 from megaspan.human import UserError, format_bytes, format_tokens, parse_bytes, parse_tokens
 
 GRAIN = 16_384
@@ -30,6 +30,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--real", action="store_true", help="run the step itself as well, and compare")
     parser.add_argument("--longest", action="store_true", help="search the longest row that fits")
     parser.add_argument("--tries", type=int, default=5, help="rehearsals of such a search")
+    parser.add_argument("--set", dest="options", nargs="*", type=option, default=[], help="megaspan's options, as NAME=VALUE")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds a run may take")
     parser.add_argument("--json", type=Path, help="file that results are appended to, a line each")
     parser.add_argument("--tiny", action="store_true", help="a toy shape on whatever is there, in seconds: tries the code only")
@@ -57,7 +58,7 @@ def full_case(args: argparse.Namespace, case: dict[str, Any], system: str) -> di
     """What `benchmarks.case` wants to know."""
     return case | {
         "system": system, "layers": args.layers, "steps": 1, "warm": min(4096, case["tokens"]), "clip": args.clip,
-        "masters": args.masters, "offload": True,
+        "masters": args.masters, "offload": True, "options": dict(args.options),
     }  # fmt: skip
 
 

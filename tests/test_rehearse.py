@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from megaspan.attention.tiled import TiledMath
 from megaspan.human import UserError
 from megaspan.model import levers
 from megaspan.plan import Machine, ModelFacts, choose
+from megaspan.report.overlap import Overlap
 from tests.models import tiny_config
 
 SHORT, LONG = 37, 101
@@ -209,13 +211,13 @@ def test_numbers_of_a_gpu_stand_beside_the_plans(tmp_path, shape):
     watch = rehearse._Watch()
     allowance = next(part.bytes for part in plan.parts if part.name.startswith("CUDA context"))
     watch.device_peak, watch.reserved, watch.pinned = plan.device_bytes - allowance, 79 * 2**30, 5
-    watch.seconds, watch.paused, watch.exposed, watch.copying, watch.pauses = 50.0, 20.0, 0.25, 3.0, True
+    watch.seconds, watch.paused, watch.overlap, watch.pauses = 50.0, 20.0, Overlap(3.0, 0.25, 0.5), True
     watch.host_peak, watch.peak_at, watch.kernel, watch.step = 2**30, "backward of layer 3 of 36", "FlashAttention 4", 2
     found = rehearse._result(config, plan, watch, None, None)
     assert found.fits
     assert found.figure(rehearse.DEVICE).difference == pytest.approx(0)
     assert found.figure(rehearse.EXPOSED).rehearsed == 0.25
-    attention = sum(part.seconds for part in plan.seconds.parts if part.name.startswith("attention"))
+    attention = sum(part.seconds for part in plan.seconds.parts if part.name in ("attention forward", "attention backward"))
     step = found.figure("step without attention")
     assert (step.planned, step.rehearsed) == (pytest.approx(plan.seconds.total - attention), 30.0)
     assert "peak came in the backward of layer 3" in found.render()
@@ -223,7 +225,7 @@ def test_numbers_of_a_gpu_stand_beside_the_plans(tmp_path, shape):
     too_much = rehearse._result(config, plan, watch, None, None)
     assert not too_much.fits
     assert "memory_limit: 76.0GiB" in too_much.render()
-    watch.pauses, watch.copying, watch.exposed = False, None, None
+    watch.pauses, watch.overlap = False, None
     assert "could not be read whole" in rehearse._result(config, plan, watch, None, None).render()
 
 
@@ -237,3 +239,61 @@ def test_a_pause_is_made_of_the_plans_own_rate(monkeypatch, shape):
     unknown = replace(plan, seconds=replace(plan.seconds, parts=()))
     assert rehearse._pause(unknown, torch.device("cuda")) is None
     assert rehearse._pause(plan, torch.device("cpu")) is None
+
+
+def test_on_a_gpu_the_second_step_is_watched_from_inside(monkeypatch):
+    """With a device played by numbers: the moment of the peak, and the timeline of the second step alone."""
+    peaks = iter([0, 10, 30, 30, 20])
+    last = [0]
+
+    def peak(device: torch.device) -> int:
+        last[0] = next(peaks, last[0])
+        return last[0]
+
+    for name in ("synchronize", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", peak)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 40)
+    profiles = []
+
+    class Profile:
+        def __init__(self, activities: list) -> None:
+            profiles.append(self)
+            self.profiler = SimpleNamespace(kineto_results=SimpleNamespace(events=self.events))
+
+        start = stop = lambda self: None
+
+        def events(self) -> list:
+            spans = [
+                ("gemm", 0, 6 * 10**9),
+                ("Memcpy HtoD (Pinned -> Device)", 5 * 10**9, 2 * 10**9),
+                ("gemm", 8 * 10**9, 10**9),
+            ]
+            return [
+                SimpleNamespace(
+                    name=lambda name=name: name,
+                    start_ns=lambda begun=begun: begun,
+                    duration_ns=lambda took=took: took,
+                    device_type=lambda: SimpleNamespace(name="CUDA"),
+                )
+                for name, begun, took in spans
+            ]
+
+    monkeypatch.setattr(torch.profiler, "profile", Profile)
+    monkeypatch.setattr(rehearse.time, "perf_counter", iter([0.0, 1.0, 10.0, 19.0]).__next__)
+    heard: list[tuple[str, int]] = []
+    placed = SimpleNamespace(on_layer=lambda phase, index: heard.append((phase, index)), checkpointing=None)
+    monkeypatch.setattr(rehearse, "levers", lambda model: placed)
+    watch = rehearse._Watch()
+    watch._model, watch._device, watch._layers = object(), torch.device("cuda", 0), 2
+    for step in (0, 1):
+        watch.on_step_begin(None, SimpleNamespace(global_step=step), None)
+        if step:
+            for phase, index in (("forward", 0), ("forward", 1), ("backward", 1)):
+                placed.on_layer(phase, index)
+            watch.on_pre_optimizer_step(None, None, None)
+        watch.on_step_end(None, None, None)
+    assert len(profiles) == 1
+    assert heard == [("forward", 0), ("forward", 1), ("backward", 1)], "whoever listened before still hears, once"
+    assert (watch.device_peak, watch.peak_at, watch.reserved, watch.seconds) == (30, "forward of layer 1 of 2", 40, 9.0)
+    assert watch.overlap == Overlap(copying=2.0, exposed=1.0, idle=1.0)

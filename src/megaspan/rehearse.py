@@ -36,12 +36,13 @@ from megaspan.model import Levers, levers, unprepare
 from megaspan.plan import Plan, plan_command
 from megaspan.plan.cost import CONTEXT_BYTES
 from megaspan.plan.facts import read_config
-from megaspan.report.overlap import device_spans, overlap
+from megaspan.report.overlap import Overlap, device_spans, overlap
 from megaspan.report.rehearsal import Figure, Rehearsal
 from megaspan.trainer import SFTTrainer
 
 SHORT = 4096
 DEVICE, HOST, EXPOSED = "device, tensors", "host, process", "copies that nothing hides"
+_ATTENTION = ("attention forward", "attention backward")
 # Sections of the options whose wishes shape the memory of a step, and the options among them that do not.
 _SECTIONS = ("Model", "LoRA", "Training", "Precision and device", "Memory", "Several devices")
 _SET_HERE = {
@@ -132,8 +133,7 @@ class _Watch(TrainerCallback):
         self.step = self.device_peak = self.reserved = self.host_peak = self.pinned = 0
         self.seconds = self.paused = self.seconds_pinning = 0.0
         self.moved: dict[str, int] = {}
-        self.copying: float | None = None
-        self.exposed: float | None = None
+        self.overlap: Overlap | None = None
         self._model: Any = None
         self._before: dict[str, int] = {}
 
@@ -158,15 +158,8 @@ class _Watch(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """A step begins; the second is measured."""
-        placed = self._levers()
-        inner = placed.on_layer
-
-        def on_layer(phase: str, index: int) -> None:
-            self._reach(f"{phase} of layer {index + 1} of {self._layers}")
-            if inner is not None:
-                inner(phase, index)
-
-        placed.on_layer = on_layer
+        if not self.step:
+            self._listen()
         self.step, self.device_peak, self._before = state.global_step + 1, 0, self._counts()
         self.moment = "forward, before the layers"
         for each in self.stand_ins:
@@ -179,6 +172,18 @@ class _Watch(TrainerCallback):
             torch.cuda.synchronize(self._device)
             torch.cuda.reset_peak_memory_stats(self._device)
         self._begun = time.perf_counter()
+
+    def _listen(self) -> None:
+        """Hears of every layer boundary, before whoever listens already."""
+        placed = self._levers()
+        inner = placed.on_layer
+
+        def on_layer(phase: str, index: int) -> None:
+            self._reach(f"{phase} of layer {index + 1} of {self._layers}")
+            if inner is not None:
+                inner(phase, index)
+
+        placed.on_layer = on_layer
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """The update begins."""
@@ -193,7 +198,7 @@ class _Watch(TrainerCallback):
             copies, work = device_spans(self._profile.profiler.kineto_results.events())
             seen = (np.max(work[:, 1]) - np.min(work[:, 0])) / 1e9 if len(work) else 0.0
             if seen > 0.9 * self.seconds:  # else the profiler's buffers were too small, or it is not allowed here
-                self.copying, self.exposed = overlap(copies, work)
+                self.overlap = overlap(copies, work)
             self._profile = None
 
     def measure(self) -> None:
@@ -290,7 +295,7 @@ def _figures(plan: Plan, watch: _Watch, gpu: bool) -> Iterator[Figure]:
         allowance = sum(part.bytes for part in plan.parts if part.name.startswith("CUDA context"))
         yield Figure(DEVICE, "bytes", plan.device_bytes - allowance, watch.device_peak)
         yield Figure("device, taken by the allocator", "bytes", plan.device_bytes - CONTEXT_BYTES, watch.reserved)
-    pinned = sum(part.bytes for part in plan.parts if ", pinned" in part.name)
+    pinned = sum(part.bytes for part in plan.parts if ", pinned" in part.name and part.name.startswith(("layer", "attention")))
     yield Figure("host, for what layers keep", "bytes", pinned or None, watch.pinned)
     yield Figure(HOST, "bytes", plan.host_bytes, watch.host_peak)
     yield Figure("copied to the host", "bytes", None, watch.moved.get("bytes_to_host", 0))
@@ -298,10 +303,12 @@ def _figures(plan: Plan, watch: _Watch, gpu: bool) -> Iterator[Figure]:
     yield Figure("fetched too late", "count", 0, watch.moved.get("late", 0))
     if gpu:
         waiting = sum(part.seconds for part in plan.seconds.parts if part.name == "waiting for the host link")
-        attention = sum(part.seconds for part in plan.seconds.parts if part.name.startswith("attention "))
+        attention = sum(part.seconds for part in plan.seconds.parts if part.name in _ATTENTION)
         known = plan.seconds.total
-        yield Figure("copies under way", "seconds", None, watch.copying)
-        yield Figure(EXPOSED, "seconds", waiting if known else None, watch.exposed)
+        seen = watch.overlap
+        yield Figure("copies under way", "seconds", None, seen.copying if seen else None)
+        yield Figure(EXPOSED, "seconds", waiting if known else None, seen.exposed if seen else None)
+        yield Figure("neither copies nor work", "seconds", None, seen.idle if seen else None)
         whole = watch.failure is None
         yield Figure(
             "step without attention",
@@ -316,7 +323,7 @@ def _notes(plan: Plan, watch: _Watch, gpu: bool) -> Iterator[str]:
     if not gpu:
         yield "there is no GPU here: everything lies in host memory, and only that is rehearsed"
         return
-    if watch.exposed is None:
+    if watch.overlap is None:
         if watch.failure is None:
             yield "the device's timeline could not be read whole, so exposed copies are unknown"
     elif watch.pauses:

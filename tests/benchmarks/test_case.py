@@ -38,8 +38,37 @@ def test_megaspan_runs_a_case(tmp_path: Path, capsys, more):
     assert "attention" in [line[0] for line in levers]
 
 
+@pytest.mark.parametrize("kind", case.KINDS)
+def test_few_layers_run_with_dials_that_are_given(tmp_path: Path, capsys, kind, monkeypatch):
+    from megaspan import SFTTrainer
+    from megaspan.model import levers
+
+    seen = []
+    inner = SFTTrainer.train
+
+    def train(self: Any) -> Any:
+        placed = levers(self.model)
+        assert placed is not None
+        seen.append((placed.plan, self._job.plan))
+        return inner(self)
+
+    monkeypatch.setattr(SFTTrainer, "train", train)
+    dials = {"kind": kind, "layer_tile_tokens": 40, "kv_heads_per_call": 1, "stream_back": True, "again": "host"}
+    states = {"gradients": "device", "moments": "device"}
+    case.run_megaspan(CASE | {"layers": 3, "dials": dials | {"states": states}}, tmp_path)
+    ((plan, of_job),) = seen
+    assert plan is of_job
+    assert (plan.layer_tile_tokens, plan.kv_heads_per_call, plan.stream_back) == (40, 1, True)
+    assert [case.kind_of(keep) for keep in plan.keep.layers[1:]] == [kind] * 2
+    assert plan.keep.layers[0].input == "host"
+    assert case.dials_of(plan, kind) == dials | {"states": states}
+    losses = [result["loss"] for result in results(capsys) if "loss" in result]
+    assert losses == pytest.approx([6.24, 6.24], abs=0.5), "log of 512 words"
+
+
 def test_options_reach_megaspans_configuration(tmp_path: Path):
-    args = case.settings(CASE | {"lora": 8, "clip": 0.5, "host": 2**36, "offload": False}, tmp_path)
+    args = case.settings(CASE | {"lora": 8, "clip": 0.5, "host": 2**36, "offload": False, "options": {"seed": 7}}, tmp_path)
+    assert args.seed == 7
     assert (args.use_peft, args.lora_r, args.lora_dropout, args.max_grad_norm) == (True, 8, 0.0, 0.5)
     assert (args.host_memory, args.offload, args.max_length, args.max_steps) == (2**36, False, 96, 2)
     assert json.loads((tmp_path / "shape" / "config.json").read_text())["num_hidden_layers"] == 1

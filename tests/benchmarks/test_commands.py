@@ -53,6 +53,7 @@ def written(file: Path) -> list[dict[str, Any]]:
 def test_depth_is_a_line_through_numbers_of_layers(children, tmp_path, capsys):
     out = tmp_path / "depth.jsonl"
     assert depth.main(["--tiny", "--peers", "trl-default", "--json", str(out)]) == 0
+    assert "dials" not in children[-1], "a CPU's plan has no kinds of layers to tell apart"
     assert [(one["system"], one["layers"]) for one in children] == [("trl", 1), ("trl", 2), ("megaspan", 1), ("megaspan", 2)]
     assert {one["warm"] for one in children} == {64}
     lines = written(out)
@@ -62,7 +63,18 @@ def test_depth_is_a_line_through_numbers_of_layers(children, tmp_path, capsys):
     assert ours["peak_bytes_b"] == pytest.approx(2**30)
     assert peer["b"] == pytest.approx(4)
     assert [line["step"] for line in lines if "step" in line] == [1, 2] * 4, "steps are there before their case is over"
-    assert "3.00 s + 2.00 s x layers" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "megaspan, plan, 256 tokens: 3.00 s + 2.00 s x layers" in told
+    assert "megaspan, 2 layers (2 as planned): 7.00 s a step" in told
+
+
+def test_any_option_of_megaspans_can_be_set(children):
+    given = ["--tiny", "--set", "seed=7", "max-grad-norm=0.25", "optim=adamw_torch"]
+    assert depth.main(given) == 0
+    assert rehearse.main(given) == 0
+    assert all(one["options"] == {"seed": 7, "max_grad_norm": 0.25, "optim": "adamw_torch"} for one in children)
+    with pytest.raises(SystemExit):
+        depth.arguments(["--set", "seed"])
 
 
 def test_a_line_needs_two_points_and_a_measured_step():
@@ -78,22 +90,26 @@ def plan(layers: int, limit: int, host: int) -> Plan:
     return choose(config, ModelFacts.from_config(raw), H200)
 
 
-def test_few_layers_get_the_room_that_they_have_in_the_whole_model():
-    """With all of the room two layers would run in larger pieces, and the whole would be predicted too fast."""
-    limit, host = 80 * 2**30, 256 * 2**30
-    whole, part = plan(0, limit, host), plan(2, limit, host)
-    room = depth.with_room({}, whole, part)
-    missing = whole.model.parameters - part.model.parameters
-    assert limit - room["limit"] == pytest.approx(8 * missing, rel=0.05), "weight, gradient and two moments in bf16"
-    assert room["host"] == pytest.approx(4 * 2**30 + 252 * 2**30 * 2 / 36)
-    cut = plan(2, room["limit"], room["host"])
-    assert (cut.layer_tile_tokens, cut.kv_heads_per_call) == (whole.layer_tile_tokens, whole.kv_heads_per_call)
-    assert depth.with_room({"limit": 0}, choose_on_cpu(), part) == {"limit": 0}
-
-
-def choose_on_cpu() -> Plan:
-    raw = read_config("qwen3-0.6b")
-    return choose(SFTConfig(max_length=128, use_cpu=True), ModelFacts.from_config(raw), Machine("CPU", 0, 2**36, 2))
+def test_few_layers_get_the_dials_of_the_whole_model(tmp_path):
+    """Left alone two layers would run in larger pieces and keep all, and the whole would be predicted too fast."""
+    whole = plan(0, 80 * 2**30, 256 * 2**30)
+    counts = depth.kinds_of(whole)
+    assert sum(counts.values()) == whole.model.layers == 36
+    args = depth.arguments([])
+    for name, peer, more in depth.systems(args, whole):
+        kind = name.removeprefix("megaspan, ")
+        assert peer is None
+        assert kind in counts
+        assert more["dials"]["layer_tile_tokens"] == whole.layer_tile_tokens
+        assert more["dials"]["kv_heads_per_call"] == whole.kv_heads_per_call
+    args = depth.arguments(["--peers", "trl-offload", "--kinds", "plan", "again"])
+    assert [(name, bool(more)) for name, _, more in depth.systems(args, whole)] == [
+        ("trl-offload", False), ("megaspan, plan", False), ("megaspan, again", True),
+    ]  # fmt: skip
+    lines = [{"name": f"megaspan, {kind}", "a": 5.0, "b": 10.0 + len(kind)} for kind in counts]
+    total = 5.0 + sum(count * (10.0 + len(kind)) for kind, count in counts.items())
+    assert depth.whole_seconds(lines, counts) == pytest.approx(total)
+    assert depth.whole_seconds(lines[:-1], counts) is None, "a kind is missing"
 
 
 def test_an_adapter_is_compared_with_trl_under_one_limit(children, tmp_path, capsys):

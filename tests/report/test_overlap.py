@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megaspan.report.overlap import device_spans, overlap
+from megaspan.report.overlap import Overlap, device_spans, overlap
 
 START = 1_795_975_499_179_275_368  # a clock's nanoseconds: 2**53 is far below, so floats of them would be wrong
 SPANS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12)), max_size=12)
@@ -22,9 +22,12 @@ def test_it_is_what_counting_gives(copies, work):
     arrays = (
         np.array([(START + begun, START + begun + length) for begun, length in spans], np.int64) for spans in (copies, work)
     )
-    busy, exposed = overlap(*(array.reshape(-1, 2) for array in arrays))
-    assert round(busy * 1e9, 3) == len(copied)
-    assert round(exposed * 1e9, 3) == len(copied - worked)
+    found = overlap(*(array.reshape(-1, 2) for array in arrays))
+    assert round(found.copying * 1e9, 3) == len(copied)
+    assert round(found.exposed * 1e9, 3) == len(copied - worked)
+    ends = [border for spans in (copies, work) for begun, length in spans for border in (begun, begun + length)]
+    whole = max(ends) - min(ends) if ends else 0
+    assert round(found.idle * 1e9, 3) == whole - len(copied | worked)
 
 
 def event(name: str, begun: int, took: int, device: str = "CUDA", note: bool = False) -> SimpleNamespace:
@@ -56,4 +59,4 @@ def test_copies_are_told_from_work_and_from_waiting():
 
 def test_a_timeline_without_anything_is_not_an_error():
     nothing = device_spans([])
-    assert overlap(*nothing) == (0.0, 0.0)
+    assert overlap(*nothing) == Overlap(0.0, 0.0, 0.0)

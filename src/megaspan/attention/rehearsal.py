@@ -49,10 +49,10 @@ class Pause:
     cycles: float
 
     def seconds(self, q_tHD: Tensor, k_sGD: Tensor, scoring: Scoring, backward: bool) -> float:
-        """Seconds of one call, cut at four times what its queries take over a slow link: a layer's copies are half of that."""
+        """Seconds of a call, cut at what its share of a layer's input and output takes over a slow link: twice its queries."""
         operations = 4.0 * q_tHD.shape[1] * q_tHD.shape[2] * visible_pairs(q_tHD.shape[0], k_sGD.shape[0], scoring.window)
         seconds = 2.5 * operations / self.backward if backward else operations / self.forward
-        return min(seconds, 4 * q_tHD.nbytes / _SLOW_LINK)
+        return min(seconds, 2 * q_tHD.nbytes / _SLOW_LINK)
 
 
 @final

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,28 +30,40 @@ def device_spans(events: Iterable[Any]) -> tuple[np.ndarray, np.ndarray]:
     work: list[tuple[int, int]] = []
     for event in events:
         name = event.name()
-        if event.device_type().name != "CUDA" or event.is_user_annotation() or _WAITS.match(name):
+        if event.device_type().name != "CUDA" or getattr(event, "is_user_annotation", bool)() or _WAITS.match(name):
             continue
         begun = event.start_ns()
         (copies if "HtoD" in name or "DtoH" in name else work).append((begun, begun + event.duration_ns()))
     return np.array(copies, np.int64).reshape(-1, 2), np.array(work, np.int64).reshape(-1, 2)
 
 
-def overlap(copies: np.ndarray, work: np.ndarray) -> tuple[float, float]:
-    """Seconds in which at least one copy was under way, and those of them in which nothing else was.
+@dataclass(frozen=True)
+class Overlap:
+    """Seconds of a device's timeline, from its first entry to its last.
+
+    Attributes:
+        copying: at least one copy was under way.
+        exposed: a copy was, and nothing else.
+        idle: neither: the device waited for the host, or for a disk.
+    """
+
+    copying: float
+    exposed: float
+    idle: float
+
+
+def overlap(copies: np.ndarray, work: np.ndarray) -> Overlap:
+    """How copies and work lie to each other.
 
     Args:
         copies, work: int64 [n, 2], beginnings and ends in nanoseconds, in any order, overlapping or not.
     """
-    copies, work = _merged(copies), _merged(work)
-    busy = float((copies[:, 1] - copies[:, 0]).sum())
-    if not len(copies) or not len(work):
-        return busy / 1e9, busy / 1e9
-    start = min(copies[0, 0], work[0, 0])  # int64 first: a clock's nanoseconds are too many for a float
-    edges = (work - start).ravel().astype(np.float64)
-    lengths = np.repeat(np.concatenate([[0.0], np.cumsum(edges[1::2] - edges[::2])]), 2)[1:-1]
-    until = np.interp((copies - start).astype(np.float64), edges, lengths)  # work done until each beginning and end
-    return busy / 1e9, (busy - float((until[:, 1] - until[:, 0]).sum())) / 1e9
+    # Differences of int64 first: a clock's nanoseconds are too many for a float.
+    spans = np.concatenate([copies, work])
+    if not len(spans):
+        return Overlap(0.0, 0.0, 0.0)
+    copying, working, busy = (int(np.diff(_merged(each)).sum()) for each in (copies, work, spans))
+    return Overlap(copying / 1e9, (busy - working) / 1e9, (int(spans[:, 1].max() - spans[:, 0].min()) - busy) / 1e9)
 
 
 def _merged(spans: np.ndarray) -> np.ndarray:
