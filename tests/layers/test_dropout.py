@@ -193,6 +193,17 @@ def test_the_mask_is_that_of_the_function():
     assert torch.equal(mask_of(handle, layer, x, 8, 2, first_token=torch.arange(11, 61))[0], want)
 
 
+def test_one_handle_for_all_layers_steps_and_modules():
+    """What is kept between calls (words of tokens and of channels) is kept for what it belongs to."""
+    layer, x = Layer(), torch.ones(1, 50, 6)
+    handle = install_dropout([layer])
+    for step, index, first in ((1, 0, 0), (1, 1, 0), (1, 1, 50), (2, 1, 0), (1, 0, 0)):
+        with handle.at(step, index, first):
+            outputs = layer.first(x), layer.second(x)
+        for name, p, got in zip(("first", "second"), (0.3, 0.5), outputs, strict=True):
+            assert torch.equal(got[0] != 0, counter_mask(step, index, name, first, 50, 6, p))
+
+
 def test_tokens_that_are_not_neighbours():
     """Any layout of tokens over ranks: the mask is that of the numbers."""
     layer, x, order = Layer(), torch.ones(1, 30, 6), torch.randperm(30, generator=torch.Generator().manual_seed(0))
@@ -207,8 +218,9 @@ def test_rows_of_a_batch_have_masks_of_their_own():
     handle = install_dropout([layer])
     masks = mask_of(handle, layer, x)
     assert torch.equal(masks[:1], mask_of(handle, layer, x[:1]))
-    assert not torch.equal(masks[0], masks[1])
-    assert not torch.equal(masks[1], masks[2])
+    for row, other in ((0, 1), (1, 2)):
+        assert not torch.equal(masks[row], masks[other])
+        assert not torch.equal(masks[row, 1:], masks[other, :-1])  # a token of the next row is not the row's next token
 
 
 def test_a_large_input_is_worked_on_in_parts(monkeypatch):
@@ -476,9 +488,11 @@ def test_compiled_is_the_same_bits_with_one_compilation_for_each_width():
             y.backward(dy)
             found.append((y, leaf.grad))
         assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+    with handles[0].at(2, 1):
+        compiled.first(torch.ones(1, 12, 17))
     assert fused.reason is None
     assert fused.compiled == 1
-    assert counters["stats"]["unique_graphs"] == 2
+    assert counters["stats"]["unique_graphs"] == 3
 
 
 @pytest.mark.gpu
@@ -487,13 +501,13 @@ def test_a_gpu_has_the_bits_of_the_cpu():
     """The words, the plain pass, the compiled pass, and past 2**31 entries of one input."""
     want = counter_mask(3, 2, "first", 2**31 - 100, 700, 513, 0.3)
     assert torch.equal(counter_mask(3, 2, "first", 2**31 - 100, 700, 513, 0.3, "cuda").cpu(), want)
-    layer = Layer()
+    layer, x = Layer(), torch.randn(1, 700, 513, dtype=torch.bfloat16)
     for fused in (Fused(()), Fused()):
         handle = install_dropout([layer], fused)
         with handle.at(3, 2, 2**31 - 100):
-            got = layer.first(torch.ones(1, 700, 513, device="cuda", dtype=torch.bfloat16, requires_grad=True))
+            got = layer.first(x.cuda().requires_grad_())
             got.sum().backward()
-        assert torch.equal((got[0] != 0).cpu(), want)
+        assert torch.equal(got[0].cpu(), torch.where(want, (x[0].float() * (1 / 0.7)).bfloat16(), 0.0))
         assert fused.reason is None
         handle.remove()
     handle = install_dropout([layer], Fused())
