@@ -28,6 +28,7 @@ INERT_CASES = [
     ({"logging_strategy": "epoch", "logging_steps": 5}, "logging_steps"),
     ({"save_strategy": "no", "save_steps": 5}, "save_steps"), ({"save_strategy": "no", "save_minutes": 5}, "save_minutes"),
     ({"save_strategy": "no", "save_total_limit": 2}, "save_total_limit"), ({"run_name": "a"}, "run_name"),
+    ({"offload_optimizer": True, "use_cpu": True}, "offload_optimizer"),
 ]  # fmt: skip
 
 CONFLICTS = [

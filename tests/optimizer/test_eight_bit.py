@@ -14,7 +14,7 @@ import torch
 
 from megaspan.config import SFTConfig
 from megaspan.human import UserError
-from megaspan.optimizer import Optimizer
+from megaspan.optimizer import Optimizer, check_optim
 from megaspan.plan.states import StatePlan
 from tests.optimizer.support import PLACES, assert_same, backward, make, small_pieces, train, window  # noqa: F401
 
@@ -98,8 +98,12 @@ def test_without_the_library_it_is_one_sentence(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, NAME, None)
     monkeypatch.delitem(sys.modules, f"{NAME}.functional", raising=False)
     model, config = make("fp32", optim="adamw_8bit")
-    with pytest.raises(UserError, match=r"needs bitsandbytes.*pip install 'megaspan\[optim8\]'"):
+    said = r"needs bitsandbytes.*pip install 'megaspan\[optim8\]'"
+    with pytest.raises(UserError, match=said):
         Optimizer(model, config, 3)
+    with pytest.raises(UserError, match=said):
+        check_optim(config)
+    check_optim(config.replace(optim="adamw_torch"))
 
 
 def test_a_library_that_does_not_run_here_is_found_out_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as profile
 from hypothesis import strategies as st
 
+from megaspan.human import UserError
 from megaspan.optimizer import Optimizer, conveyor
 from megaspan.plan.states import StatePlan
 from tests.memory.lanes import Lanes
@@ -258,6 +259,13 @@ def test_updates_in_the_backward_exclude_clipping() -> None:
     backward(model, window(0, 1), optimizer)
     with pytest.raises(ValueError, match="cannot be clipped or scaled"):
         optimizer.step(0.5)
+
+
+def test_the_option_has_no_meaning_on_a_cpu_and_that_is_said() -> None:
+    with pytest.raises(UserError, match="offload_optimizer has no effect with use_cpu"):
+        settings(offload_optimizer=True, use_cpu=True)
+    model, config = make("fp32", offload_optimizer=True)
+    assert "moves nothing here" in Optimizer(model, config, 3, states=DEVICE).reason
 
 
 def test_the_option_holds_without_a_plan() -> None:

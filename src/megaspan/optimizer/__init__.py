@@ -5,7 +5,8 @@
 between host and device, `schedule.py` learning rate and decay.
 """
 
+from megaspan.optimizer.eight_bit import check_optim
 from megaspan.optimizer.optimizer import NonFiniteGradient, Optimizer
 from megaspan.optimizer.schedule import decayed_names, warmup_steps
 
-__all__ = ["NonFiniteGradient", "Optimizer", "decayed_names", "warmup_steps"]
+__all__ = ["NonFiniteGradient", "Optimizer", "check_optim", "decayed_names", "warmup_steps"]

@@ -95,6 +95,16 @@ class EightBitAdamW(Rule):
             ) from error
 
 
+def check_optim(config: SFTConfig) -> None:
+    """Tries what `optim` needs, before any text is read or weight loaded.
+
+    Raises:
+        UserError: bitsandbytes is not installed.
+    """
+    if config.optim == "adamw_8bit":
+        _library()
+
+
 def _library() -> Any:
     """bitsandbytes' functions."""
     try:

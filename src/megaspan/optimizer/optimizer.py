@@ -90,6 +90,8 @@ class Optimizer:
         self.steps = 0
         self.updating = False
         self.precision, self.reason = describe(self._trained.values(), self._rule, self.states, self._room)
+        if config.offload_optimizer and self.states.moments == "device":
+            self.reason += "; offload_optimizer moves nothing here: on a CPU all memory is the host's"
         self._last = False
         self._norms: dict[str, Tensor] = {}  # in the order in which gradients were complete
         self._updated: set[str] = set()  # in this backward

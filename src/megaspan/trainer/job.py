@@ -35,6 +35,7 @@ from megaspan.model import (
     prepare,
     wrap_lora,
 )
+from megaspan.optimizer import check_optim
 from megaspan.plan import ModelFacts, Plan, choose, plan_command
 from megaspan.report import Line, check_trackers, flops_formula, model_flops
 from megaspan.trainer.schedule import Schedule
@@ -271,6 +272,7 @@ def set_up(
             "there is no model", do="Set model_name_or_path to a hub name, a model folder or a shape such as qwen3-4b"
         )
     check_trackers(args.report_to)
+    check_optim(args)
     world.set_allocator()
     device = world.device(args.use_cpu)
     if device.type == "cuda" and args.memory_limit:

@@ -143,7 +143,7 @@ class SFTTrainer:
             args.output_dir,
             model=self.model,
             optimizer=optimizer,
-            optimizer_bytes=job.optimizer_bytes(),
+            optimizer_bytes=optimizer.state_bytes,
             saves=schedule.saves(args.save_strategy, args.save_steps, state.global_step),
             keep=args.save_total_limit,
             progress=self._progress(),
