@@ -156,6 +156,28 @@ def test_pairs_themselves_are_balanced_in_full_layers():
         assert sum(pairs) >= 0.99 * cp * max(pairs), lengths
 
 
+def test_ranks_take_turns_with_tokens_that_are_left_over():
+    assert lay_out([101, 103, 107], 8).shard_lengths == (39,) * 7 + (38,)
+    assert lay_out([5001, 4003, 3001], 8).padding == 3
+
+
+def test_balanced_work_with_unequal_tokens_is_not_taken():
+    layout = lay_out([24, 17, 8, 26, 2, 16], 2, work=Work(token_pairs=0))  # 24 + 17 + 8 against 26 + 2 + 16 are equal work
+    assert sorted(layout.shard_lengths) == [46, 47]
+
+
+def test_a_kind_of_layer_alone_is_tried_too():
+    """Eight ranks' chunks of 2,048 are even in both kinds of Llama 4's layers, but not when balanced for their sum."""
+    work = Work({FULL: 12, Mask(chunk=8192): 36})
+    assert lay_out([32_768], 8, work=work).balance(work) > 0.999
+
+
+def test_equal_runs_are_taken_where_they_are_better():
+    work = Work({Mask(chunk=13): 1}, 50)
+    runs = contiguous(np.array([28, 20]), 3).balance(work, 3)
+    assert lay_out([28, 20], 3, work=work).balance(work) == runs > 0.9
+
+
 @QUICK
 @given(documents(), st.integers(1, 8), masks())
 def test_short_rows_are_never_worse_than_equal_runs(lengths, cp, mask):

@@ -102,7 +102,7 @@ def contiguous(lengths: Ints, cp_size: int) -> Pieces:
 
 
 def _candidates(lengths: Ints, cp_size: int, work: Work, even: int) -> Iterator[Pieces]:
-    """Ever more documents cut, longest first. If not enough: all cut, one kind of layer counted double; then equal runs."""
+    """Ever more documents cut, longest first. If not enough: all cut, one kind of layer weighing more; then equal runs."""
     order = np.argsort(-lengths, kind="stable")
     costs = _costs(lengths[order], work)
     for cut in _how_many_to_cut(lengths[order], cp_size, even):
@@ -111,7 +111,8 @@ def _candidates(lengths: Ints, cp_size: int, work: Work, even: int) -> Iterator[
         yield _join(_zigzag(longest, lengths[longest], cp_size, work), whole)
     # A cut is balanced in the sum of the layers. Ranks wait for each other in every layer, so another weight can do better.
     for mask, count in work.layers.items() if len(work.layers) > 1 else ():
-        yield _zigzag(order, lengths[order], cp_size, replace(work, layers={**work.layers, mask: 2 * count}))
+        for layers in ({**work.layers, mask: 2 * count}, {mask: 1}):
+            yield _zigzag(order, lengths[order], cp_size, replace(work, layers=layers))
     yield contiguous(lengths, cp_size)
 
 
