@@ -1,11 +1,11 @@
 """Which rank works on which piece of which document: the choice behind a token layout.
 
 Equal runs of a row of 1,048,576 tokens over 8 ranks leave the last one with 1.9 times the mean work of attention when the row
-is one document, and some rank with up to 4 times when it is many. Long documents are therefore cut into 2 x cp chunks each, of
-which a rank gets one from the front and its mirror image from the back (zig-zag): equal tokens and equal work, but every rank
-wants their keys. Short documents stay whole on one rank, where they need nobody. They are dealt longest first, cp at a time,
-the longest of each round to the rank with the least so far: ranks get documents of like lengths, which balances tokens and
-every kind of layer together. As few documents as possible are cut: more only while the balance is not reached.
+is one document, and some rank with more than 4 times when it is many. Long documents are therefore cut into 2 x cp chunks
+each, of which a rank gets one from the front and its mirror image from the back (zig-zag): equal tokens and equal work, but
+every rank wants their keys. Short documents stay whole on one rank, where they need nobody. They are dealt longest first, cp
+at a time, the longest of each round to the rank with the least so far: ranks get documents of like lengths, which balances
+tokens and every kind of layer together. As few documents as possible are cut: more only while the balance is not reached.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Runs: many ranges of tokens or slots held as two arrays, so that nothing is ever as long as the row.
 
-A row of 1,048,576 tokens in 10,000 documents over 8 ranks is some ten thousand runs (160 KB); an index of every token is 8 MB a
-rank and costs milliseconds to make, so it is made once, by whoever copies with it.
+A row of 1,048,576 tokens in 10,000 documents over 8 ranks is some ten thousand runs (160 KB); an index of every token is 8 MB
+and costs milliseconds to make, so it is made once, by whoever copies with it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Which heads an sp rank works on: the arithmetic of splitting attention by heads (Ulysses, DeepSpeed 2023).
 
-Outside attention each of sp_size ranks holds a run of the shard's tokens with all heads; inside, all of the shard's tokens with
-some heads. Rounds keep that small: in round j every rank works on its j-th KV head with the query heads that share it, so an
-all-to-all moves one head group a rank, at Qwen3-8B and 1,048,576 tokens over 8 ranks 5/4 GiB and not 10. With more ranks than
-KV heads a KV head is sent to several ranks, each with some of its query heads, and their gradients of it are summed.
+Outside attention each of sp_size ranks holds a run of the shard's tokens with all heads; inside, all of the shard's tokens
+with some heads. Rounds keep that small: in round j every rank works on its j-th KV head with the query heads that share it.
+Its q, k and v are 1.5 GiB of Qwen3-8B at 1,048,576 tokens, where all four heads of an sp_size of 2 would be 6 GiB at once.
+With more ranks than KV heads a KV head is sent to several ranks, each with some of its query heads, and their gradients of it
+are summed.
 """
 
 from __future__ import annotations
