@@ -11,11 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megaspan.plan.cost import input_bytes, largest_allocation, layer_inputs, loss_parts, loss_tile, memory
+from megaspan.plan.cost import memory, waiting_parts
 from megaspan.plan.facts import ModelFacts, model_facts
 from megaspan.plan.families import FAMILIES
-from megaspan.plan.layer import layer_bytes, streamed_layer_parts
+from megaspan.plan.keep import KeepPolicy, LayerKeep
+from megaspan.plan.layer import layer_bytes
+from megaspan.plan.logits import largest_allocation, loss_parts, loss_tile
 from megaspan.plan.parts import Settings
+from megaspan.plan.states import StatePlan
+from megaspan.plan.streamed import backward_phases, input_bytes, output_bytes, tile_bytes
 from tests.plan.live import Live
 
 PURE = Settings(
@@ -25,7 +29,6 @@ PURE = Settings(
     masters=False,
     checkpoint=True,
     offload=True,
-    keep_on_device=0,
     chunked=True,
     loss_tile=2048,
 )
@@ -51,7 +54,7 @@ def sized(layers: int, hidden: int) -> ModelFacts:
 )
 def test_layer_inputs_are_those_that_were_reported(layers: int, tokens: int, hidden: int, unit: float, reported: float) -> None:
     """R65: layers x tokens x hidden x 2 bytes."""
-    (part,) = layer_inputs(sized(layers, hidden), replace(PURE, tokens=tokens))
+    part = waiting_parts(sized(layers, hidden), replace(PURE, tokens=tokens))[0]
     assert part.bytes / unit == pytest.approx(reported, abs=0.006)
     assert part.place == "host"
     assert f"{layers} layers x {tokens:,} tokens x {hidden:,} x 2 B" in part.formula
@@ -153,7 +156,7 @@ def test_all_logits_are_what_the_plain_loss_holds() -> None:
     """20 bytes a logit at the peak of the forward."""
     from megaspan.layers.head import Head
     from megaspan.layers.loss import plain_cross_entropy
-    from megaspan.plan.cost import NLL_BYTES
+    from megaspan.plan.logits import NLL_BYTES
 
     tokens, vocab = 64, 4096
     hidden = torch.randn(tokens, 8, dtype=torch.bfloat16, requires_grad=True)
@@ -193,10 +196,10 @@ def test_a_streamed_layer_needs_what_the_plan_says(
     s = replace(
         PURE, gpu=False, tokens=tokens, compute_bytes=dtype.itemsize, streamed=True, layer_tile=tile, kv_heads_per_call=group
     )
-    moments = streamed_layer_parts(facts, layer_bytes(facts, 0, s), s, facts.layer_parameters[0])
-    beside = tokens * (dtype.itemsize * (2 * facts.hidden + facts.query_width) + 4 * facts.heads)
-    planned = beside + max(sum(part.bytes for part in moment) for moment in moments.values())
-    assert 0.98 <= planned / live.peak <= (1.35 if tokens <= tile else 1.15)
+    phases = backward_phases(facts, layer_bytes(facts, 0, s), s, facts.layer_parameters[0])
+    x, out = input_bytes(facts, s), output_bytes(facts, s)
+    planned = max(x + (out if phase.uses_output else 0) + phase.bytes for phase in phases)
+    assert 0.97 <= planned / live.peak <= (1.35 if tokens <= tile else 1.15)
 
 
 def test_states_by_precision() -> None:
@@ -212,6 +215,39 @@ def test_states_by_precision() -> None:
     assert states(masters=True) == 18 * count
     assert states(adapter=1000) == 2 * count + 8 * 1000
     assert states(adapter=1000, masters=True) == 2 * count + 18 * 1000
+    table = facts.head_parameters
+    small = states(eight_bit=True) - 4 * count - 8 * table
+    assert small == pytest.approx((2 + 8 / 256) * (count - table), rel=1e-6), "tables of embeddings keep 32 bits"
+
+
+def test_states_that_move_leave_the_device_and_reach_the_host() -> None:
+    facts = model_facts("qwen3-8b")
+    count = facts.parameters
+
+    def used(**changes: Any) -> tuple[int, int]:
+        here = memory(facts, replace(PURE, tokens=1024, **changes))
+        return here.device_bytes, here.host_bytes
+
+    device, host = used()
+    for masters, gradient, state in ((False, 2, 4), (True, 4, 12)):
+        device, host = used(masters=masters)
+        gone, more = used(masters=masters, states=StatePlan("host", "device"))
+        assert more - host == gradient * count
+        assert device - gone == pytest.approx(1.02 * gradient * count, rel=0.2), "all but what is on its way"
+        gone, more = used(masters=masters, states=StatePlan("device", "host"))
+        assert more - host == state * count
+        assert device - gone == pytest.approx(1.02 * state * count, rel=0.1)
+        gone, more = used(masters=masters, states=StatePlan("update", "device"))
+        assert more == host
+        assert device - gone > 0.8 * gradient * count
+
+
+def test_gradients_of_several_rows_are_there_all_the_time() -> None:
+    facts = model_facts("qwen3-4b")
+    one, two = (memory(facts, replace(PURE, rows=rows)) for rows in (1, 2))
+    gradients = 2 * facts.parameters
+    assert two.moments[1].name == "loss"
+    assert two.moments[1].bytes - one.moments[1].bytes == pytest.approx(1.02 * gradients, rel=1e-6)
 
 
 def test_the_largest_allocation_is_named() -> None:
@@ -222,56 +258,117 @@ def test_the_largest_allocation_is_named() -> None:
     assert largest_allocation(facts, replace(PURE, chunked=False)).bytes == 131_072 * 151_936 * 4
 
 
+@st.composite
+def keep_policies(draw: st.DrawFn, layers: int) -> KeepPolicy:
+    """Any policy of a model with so many layers."""
+    places = st.sampled_from(["device", "host", None])
+    first = LayerKeep(draw(st.sampled_from(["device", "host"])), draw(places))
+    rest = draw(st.lists(st.builds(LayerKeep, places, places), min_size=layers - 1, max_size=layers - 1))
+    return KeepPolicy((first, *rest), draw(st.sampled_from(["device", "host"])))
+
+
 @given(
     tokens=st.integers(1, 1 << 22),
-    keep=st.integers(0, 28),
-    offload=st.booleans(),
+    keep=keep_policies(28),
     chunked=st.booleans(),
     masters=st.booleans(),
     gpu=st.booleans(),
     checkpoint=st.booleans(),
+    stream_back=st.booleans(),
+    group=st.sampled_from([None, 4, 1]),
+    states=st.builds(StatePlan, st.sampled_from(["device", "host", "update"]), st.sampled_from(["device", "host"])),
 )
 def test_more_tokens_never_need_less(
-    tokens: int, keep: int, offload: bool, chunked: bool, masters: bool, gpu: bool, checkpoint: bool
+    tokens: int,
+    keep: KeepPolicy,
+    chunked: bool,
+    masters: bool,
+    gpu: bool,
+    checkpoint: bool,
+    stream_back: bool,
+    group: int | None,
+    states: StatePlan,
 ) -> None:
     facts = model_facts("qwen3-0.6b")
     s = replace(
         PURE,
         tokens=tokens,
-        keep_on_device=keep if offload else 0,
-        offload=offload and checkpoint,
+        keep=keep,
+        offload=checkpoint,
         chunked=chunked,
         masters=masters,
         gpu=gpu,
         checkpoint=checkpoint,
+        streamed=True,
+        stream_back=stream_back,
+        kv_heads_per_call=group,
+        states=states if gpu else StatePlan(),
     )
     here, there = memory(facts, s), memory(facts, replace(s, tokens=tokens + 1))
     assert there.device_bytes >= here.device_bytes
     assert there.host_bytes >= here.host_bytes
     assert all(part.bytes > 0 and part.formula for moment in here.moments for part in moment.parts)
-    if s.offload and gpu:
-        pinned = sum(part.bytes for part in here.waiting if "pinned" in part.name)
-        assert pinned == (28 - keep) * input_bytes(facts, s)
+    if checkpoint and gpu:
+        there = [part.bytes for part in here.waiting if part.name == "layer inputs, pinned"]
+        assert sum(there) == sum(layer.input == "host" for layer in keep.layers) * input_bytes(facts, s)
 
 
 @pytest.mark.parametrize(
-    ("shape", "tokens", "tile", "measured"),
-    [
-        ("qwen3-4b", 32_768, 16_384, 4.1),
-        ("qwen3-4b", 32_768, 8_192, 2.7),
-        ("qwen3-4b", 65_536, 16_384, 5.2),
-        ("qwen3-4b", 131_072, 16_384, 9.8),
-        ("qwen3-8b", 131_072, 16_384, 10.9),
-    ],
+    ("tokens", "measured"),
+    [(32_768, 33.1), (65_536, 35.8), (131_072, 41.6)],
 )
-def test_a_streamed_layer_is_near_the_prototype(shape: str, tokens: int, tile: int, measured: float) -> None:
-    """Design section 4, variant 2 on an H200: peak of one layer above its weights, its input and output on the device."""
-    facts = model_facts(shape)
-    s = replace(PURE, tokens=tokens, streamed=True, layer_tile=tile, offload=False, keep_outputs=36)
-    moments = streamed_layer_parts(facts, layer_bytes(facts, 0, s), s, facts.layer_parameters[0])
-    kept = tokens * 2 * (facts.hidden + facts.query_width)
-    peak = kept + max(sum(part.bytes for part in moment) for moment in moments.values())
-    assert peak / GIB == pytest.approx(measured, rel=0.13)
+def test_whole_steps_need_no_more_than_the_first_streamed_layers_did(tokens: int, measured: float) -> None:
+    """docs/log.md, commit d7d2c6a on an H200: 4B shape, pure bf16. Those held dy and dx both, so today's layers must need less.
+
+    The allowance of the plan (0.75 GiB and 2 %) is left out; 3 % more at 32,768 tokens is a tile's MLP, counted unfused.
+    """
+    facts = model_facts("qwen3-4b")
+    used = memory(facts, replace(PURE, tokens=tokens, streamed=True))
+    bare = sum(part.bytes for part in used.peak.parts if "context" not in part.name) / GIB
+    assert 0.95 * measured <= bare <= (1.03 if tokens < 65_536 else 1.0) * measured
+
+
+def test_a_million_tokens_of_8b_leave_a_layer_28_gib() -> None:
+    """One KV head at a time, tiles from the host: the bar of the streamed layer's issue is 30 GiB for a layer's working set."""
+    facts = model_facts("qwen3-8b")
+    s = replace(PURE, tokens=1 << 20, streamed=True, kv_heads_per_call=1, stream_back=True)
+    phases = backward_phases(facts, layer_bytes(facts, 0, s), s, facts.layer_parameters[0])
+    sizes = {phase.name: phase.bytes + sum(tile_bytes(facts, s, phase.name)) for phase in phases}
+    assert max(sizes, key=lambda name: sizes[name]) == "attention"
+    assert 27 < max(sizes.values()) / GIB < 30
+    whole = replace(s, kv_heads_per_call=None)
+    phases = backward_phases(facts, layer_bytes(facts, 0, whole), whole, facts.layer_parameters[0])
+    assert max(phase.bytes for phase in phases) / GIB > 60
+
+
+def test_the_phases_are_those_of_the_contract() -> None:
+    """t tokens, a share g of the KV heads, 2 bytes: what each phase holds of the row, weights and tiles left out."""
+    facts, t, g = model_facts("qwen3-8b"), 1 << 20, 1 / 4
+    e, q, k = 4096, 4096, 1024
+    s = replace(PURE, tokens=t, streamed=True, kv_heads_per_call=2)
+    phases = backward_phases(facts, layer_bytes(facts, 0, s), s, 0)
+    rows = [sum(part.bytes for part in phase.parts if part.name.startswith("one layer")) for phase in phases]
+    first = t * e * 2 + t * q * 2
+    assert rows == [first, first + t * 2 * k * 2 + t * g * (q + 2 * k) * 8, t * e * 2 + t * (q + 2 * k) * 2]
+
+
+def test_fetched_rows_are_counted_once_wherever_they_wait() -> None:
+    """Non-streamed fetches hold this layer's and the next one's rows: as much as if these two had stayed on the device."""
+    facts = model_facts("qwen3-8b")
+    s = replace(PURE, tokens=1 << 20, streamed=True, kv_heads_per_call=1)
+    host = KeepPolicy.everything(36, "host").layers
+    device = KeepPolicy.everything(36, "device").layers
+    near = KeepPolicy(device[:2] + host[2:])
+    far = {moment.name: moment.bytes for moment in memory(facts, replace(s, keep=KeepPolicy(host))).moments}
+    for moment in memory(facts, replace(s, keep=near)).moments:
+        if moment.name.startswith("backward of layer 2,"):
+            assert moment.bytes == far[moment.name]
+
+    def backward(stream_back: bool) -> int:
+        moments = memory(facts, replace(s, stream_back=stream_back)).moments
+        return max(moment.bytes for moment in moments if moment.name.startswith("backward"))
+
+    assert backward(False) - backward(True) > 3.5 * input_bytes(facts, s), "two layers' rows but for tiles and two head groups"
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))

@@ -1,26 +1,32 @@
 """From wishes, model and machine to one frozen plan, every choice with its reason.
 
-Mechanisms take a `Plan` and never decide. The planner decides here, by arithmetic on numbers that it prints: loss tile, how
-many layer inputs stay on the device, whether it fits, the longest row that would, and which lever to turn next. A lever that
-does nothing at this length is called that: below some length the peak lies in one layer's recomputation, and moving layer
-inputs to the host frees bytes that nobody needs.
+Mechanisms take a `Plan` and never decide. The planner decides here, by arithmetic on numbers that it prints: loss tile, what
+each layer keeps and where, where the optimizer's states lie, whether it fits, the longest row that would, and which lever to
+turn next. A lever that does nothing at this length is called that: below some length the peak lies in one layer's work, and
+moving layer inputs to the host frees bytes that nobody needs.
 """
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megaspan.human import UserError, format_bytes, format_tokens
 from megaspan.plan.adapter import adapter_size
-from megaspan.plan.cost import disk_parts, gradient_part, largest_allocation, loss_tile, memory
+from megaspan.plan.cost import Memory, disk_parts
 from megaspan.plan.facts import Machine, ModelFacts, read_config
 from megaspan.plan.fit import Limits, can_fit, fit
+from megaspan.plan.keep import KeepPolicy
 from megaspan.plan.levers import Lever, further, rescue, turns
+from megaspan.plan.logits import largest_allocation, loss_tile
 from megaspan.plan.parts import Part, Settings
+from megaspan.plan.reasons import keep_rows, layer_reasons, state_reasons, summary
 from megaspan.plan.rope_math import RopeChoice, resolve_rope
 from megaspan.plan.search import longest_row
 from megaspan.plan.seconds import Seconds, has_flash4, step_seconds
+from megaspan.plan.states import StatePlan, state_plans
 
 if TYPE_CHECKING:
     from megaspan.config import SFTConfig
@@ -35,14 +41,18 @@ class Plan:
         precision: weights and computation in words.
         loss_tile_tokens: tokens of logits held at once.
         checkpoint, offload: layer inputs only are kept; they wait in host memory.
-        keep_on_device: what this many last layers keep stays on the device.
+        keep: what each layer keeps from the forward, and where.
+        kept: the same as rows of a table: layers, what, bytes, why; the lowest first.
         streamed: layers run in tiles, attention forward once.
         layer_tile_tokens: tokens of token-wise work in such a layer at once.
-        kv_heads_per_call: KV heads in one call of its attention's backward; None for all.
-        keep_outputs: last layers whose attention output is kept; the others run attention forward again.
+        kv_heads_per_call: KV heads that are projected and attended at once; None for all.
+        stream_back: what waits on the host comes back tile by tile, not whole a layer ahead.
+        states: where gradients, masters and moments lie.
+        summary: what was chosen and why, in one sentence.
         parts: every byte at the peak, and what waits on the host and on disk.
         device_bytes, host_bytes: peaks; device 0 without a GPU.
         device_limit, host_limit: what there is.
+        limits_from: where these two numbers come from.
         fits: both peaks are within their limits.
         reasons: a sentence for each choice.
         longest_row: most tokens that would fit with these levers; 0 when nothing does.
@@ -61,16 +71,20 @@ class Plan:
     loss_tile_tokens: int
     checkpoint: bool
     offload: bool
-    keep_on_device: int
+    keep: KeepPolicy
+    kept: tuple[tuple[str, str, int, str], ...]
     streamed: bool
     layer_tile_tokens: int
     kv_heads_per_call: int | None
-    keep_outputs: int
+    stream_back: bool
+    states: StatePlan
+    summary: str
     parts: tuple[Part, ...]
     device_bytes: int
     host_bytes: int
     device_limit: int
     host_limit: int
+    limits_from: tuple[str, str]
     fits: bool
     reasons: tuple[str, ...]
     longest_row: int
@@ -83,6 +97,16 @@ class Plan:
     seconds: Seconds
     model: ModelFacts
     machine: Machine
+
+    @property
+    def keep_on_device(self) -> int:
+        """What this many last layers keep stays on the device."""
+        return self.keep.keep_on_device
+
+    @property
+    def keep_outputs(self) -> int:
+        """This many last layers keep attention's output."""
+        return self.keep.keep_outputs
 
     def as_dict(self) -> dict[str, Any]:
         """Everything as plain values, for programs."""
@@ -127,17 +151,27 @@ def choose(
         rope: the rotary settings, for the reasons.
     """
     gpu = machine.device_bytes > 0 and not config.use_cpu
-    limits = Limits((config.memory_limit or machine.device_bytes) if gpu else 0, config.host_memory or machine.host_bytes)
+    limits = Limits(
+        (config.memory_limit or machine.device_bytes) if gpu else 0,
+        config.host_memory or machine.host_bytes,
+        _disk_room(config),
+    )
     wished = _settings(config, facts, longest or config.max_length, gpu)
-    s, used = fit(facts, wished, limits)
-    fits = limits.hold(used)
-    row = longest_row(lambda tokens: can_fit(facts, replace(wished, tokens=tokens), limits))
+    states = allowed_states(config, wished)
+    found = fit(facts, wished, limits, states)
+    s, used = found.settings, found.used
+    row = longest_row(lambda tokens: can_fit(facts, replace(wished, tokens=tokens), limits, states))
     all_turns = turns(facts, s)
-    if fits:
+    if found.fits:
         lever, suffices = further(all_turns, used, limits.host), False
     else:
         missing = used.device_bytes - limits.device if gpu else used.host_bytes - limits.host
-        lever, suffices = rescue(all_turns, s, missing, row, lambda changes: can_fit(facts, replace(wished, **changes), limits))
+
+        def helps(changes: dict[str, Any]) -> bool:
+            changed = replace(wished, **changes)
+            return can_fit(facts, changed, limits, (changes["states"],) if "states" in changes else states)
+
+        lever, suffices = rescue(all_turns, s, missing, row, helps)
     parts = (*used.peak.parts, *used.waiting, *disk_parts(facts, s, _checkpoints(config)))
     return Plan(
         tokens=s.tokens,
@@ -145,18 +179,22 @@ def choose(
         loss_tile_tokens=s.loss_tile,
         checkpoint=s.checkpoint,
         offload=s.offload,
-        keep_on_device=s.keep_on_device,
+        keep=s.policy(facts.layers) if s.checkpoint else KeepPolicy.everything(facts.layers, "device"),
+        kept=tuple(keep_rows(facts, s)) if s.checkpoint else (),
         streamed=s.streamed,
         layer_tile_tokens=s.layer_tile,
         kv_heads_per_call=s.kv_heads_per_call,
-        keep_outputs=s.keep_outputs,
+        stream_back=s.stream_back,
+        states=s.states,
+        summary=summary(facts, s),
         parts=parts,
         device_bytes=used.device_bytes,
         host_bytes=used.host_bytes,
         device_limit=limits.device,
         host_limit=limits.host,
-        fits=fits,
-        reasons=tuple(_reasons(config, facts, s, machine, rope)),
+        limits_from=_limits_from(config, machine, gpu),
+        fits=found.fits,
+        reasons=tuple(_reasons(config, facts, s, machine, rope, used)),
         longest_row=row,
         next_lever=lever,
         suffices=suffices,
@@ -168,6 +206,31 @@ def choose(
         model=facts,
         machine=machine,
     )
+
+
+def allowed_states(config: SFTConfig, s: Settings) -> tuple[StatePlan, ...]:
+    """Where the model's states may lie by the options, the cheapest first."""
+    asked = getattr(config, "offload_optimizer", None)
+    clips = config.max_grad_norm > 0
+    found = state_plans(gpu=s.gpu, clips=clips, rows=s.rows, adapter=bool(s.adapter), offload_optimizer=asked)
+    return tuple(found)
+
+
+def _disk_room(config: SFTConfig) -> int:
+    """Free bytes of the disk that may hold what layers keep; 0 without such a folder."""
+    folder = getattr(config, "offload_folder", None)
+    if folder is None:
+        return 0
+    path = Path(folder).expanduser().resolve()
+    while not path.exists():
+        path = path.parent
+    return shutil.disk_usage(path).free
+
+
+def _limits_from(config: SFTConfig, machine: Machine, gpu: bool) -> tuple[str, str]:
+    """Where the limits of device and host come from, in words."""
+    device = "memory_limit" if config.memory_limit else "the GPU"
+    return device if gpu else "", "host_memory" if config.host_memory else machine.host_source or "the machine"
 
 
 def _settings(config: SFTConfig, facts: ModelFacts, tokens: int, gpu: bool) -> Settings:
@@ -182,10 +245,11 @@ def _settings(config: SFTConfig, facts: ModelFacts, tokens: int, gpu: bool) -> S
         masters=not pure and bf16,
         checkpoint=config.gradient_checkpointing,
         offload=config.offload,
-        keep_on_device=0,
         chunked=config.loss_type != "nll",
         loss_tile=loss_tile(facts.vocab),
         streamed=config.gradient_checkpointing and facts.family.streamed,
+        eight_bit=str(config.optim) == "adamw_8bit",
+        rows=config.per_device_train_batch_size * config.gradient_accumulation_steps,
         adapter=adapter,
         adapter_inputs=inputs,
     )
@@ -195,7 +259,9 @@ def _checkpoints(config: SFTConfig) -> int:
     return 0 if config.save_strategy == "no" else config.save_total_limit or 1
 
 
-def _reasons(config: SFTConfig, facts: ModelFacts, s: Settings, machine: Machine, rope: RopeChoice | None) -> list[str]:
+def _reasons(
+    config: SFTConfig, facts: ModelFacts, s: Settings, machine: Machine, rope: RopeChoice | None, used: Memory
+) -> list[str]:
     reasons = []
     if not facts.exact:
         kind = facts.model_type or "this kind"
@@ -214,41 +280,12 @@ def _reasons(config: SFTConfig, facts: ModelFacts, s: Settings, machine: Machine
             "where the product outweighs the pass over the head's gradient"
         )
     if s.checkpoint:
-        reasons += _layer_reasons(facts, s)
+        reasons += layer_reasons(facts, s, used)
+    reasons += state_reasons(facts, s)
     if not s.gpu:
         reasons.append("no GPU: everything lies in host memory, and offload copies within it")
     if s.gpu and not has_flash4() and s.compute_bytes == 2:
         reasons.append(
             "flash-attn-4 is not installed here; with it attention is up to a fifth faster (pip install 'megaspan[flash]')"
         )
-    return reasons
-
-
-def _layer_reasons(facts: ModelFacts, s: Settings) -> list[str]:
-    reasons, layers = [], facts.layers
-    if not s.streamed:
-        reasons.append("layers of this family are checkpointed whole: the streamed layer is not proven for them")
-    elif s.layer_tile < s.tokens:
-        reasons.append(f"layers run in tiles of {format_tokens(s.layer_tile)} tokens, attention over the whole row")
-    if s.streamed and s.kv_heads_per_call:
-        reasons.append(
-            f"attention's backward takes {s.kv_heads_per_call} of {facts.kv_heads} KV heads a call: its sums are smaller"
-        )
-    if s.streamed and s.keep_outputs < layers:
-        kept = f"only the last {s.keep_outputs} layers keep" if s.keep_outputs else "no layer keeps"
-        reasons.append(f"{kept} attention's output, for want of room; where it is not kept, attention runs forward twice")
-    if s.offload and s.gpu:
-        grown = format_bytes(gradient_part(facts, s, layers).bytes)
-        if s.keep_on_device == layers:
-            reasons.append(f"offload moves nothing: what all {layers} layers keep fits where gradients ({grown}) come later")
-        elif s.keep_on_device and memory(facts, s).device_bytes > memory(facts, replace(s, keep_on_device=0)).device_bytes:
-            all_away = format_bytes(memory(facts, replace(s, keep_on_device=0)).host_bytes)
-            reasons.append(
-                f"what the last {s.keep_on_device} layers keep stays on the device for want of host memory: "
-                f"all of it away would take {all_away} of host memory (host_memory says what there is)"
-            )
-        elif s.keep_on_device:
-            reasons.append(
-                f"what the last {s.keep_on_device} layers keep stays on the device: gradients need its place only later"
-            )
     return reasons

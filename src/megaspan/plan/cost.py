@@ -1,8 +1,9 @@
 """Bytes of a training step as pure arithmetic, every number with the formula it came from.
 
-What is modelled is what runs: layers streamed in tiles or checkpointed whole, what they keep on the device or in host memory,
-the loss in tiles, AdamW. Anchors: layer inputs that others reported (28 layers x 131,072 x 1,024: 7.52 GB), and peaks of whole
-checkpointed layers measured on one H200 (4B shape in pure bf16, 32k to 131k tokens), which these formulas meet within 2 %.
+What is modelled is what runs: layers streamed in tiles or checkpointed whole, what they keep on the device, in host memory or
+on disk, segments that run again, the loss in tiles, AdamW. Anchors: layer inputs that others reported (28 layers x 131,072 x
+1,024: 7.52 GB), and peaks of whole checkpointed layers measured on one H200 (4B shape in pure bf16, 32k to 131k tokens), which
+these formulas meet within 2 %.
 
 Letters: t tokens, E hidden, Q = heads x head size, V vocabulary, c bytes of the computation's type (2 for bf16).
 """
@@ -10,150 +11,23 @@ Letters: t tokens, E hidden, Q = heads x head size, V vocabulary, c bytes of the
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from megaspan.human import format_tokens
 from megaspan.plan.facts import ModelFacts
-from megaspan.plan.layer import LayerBytes, layer_bytes, streamed_layer_parts, whole_layer_parts
+from megaspan.plan.keep import KeepPolicy, Place
+from megaspan.plan.layer import LayerBytes, layer_bytes, whole_layer_parts
+from megaspan.plan.logits import loss_parts, position_part
+from megaspan.plan.logits import loss_tile as loss_tile
 from megaspan.plan.parts import Part, Settings
+from megaspan.plan.segments import held_bytes
+from megaspan.plan.streamed import Phase, backward_phases, forward_parts, input_bytes, output_bytes, tile_bytes
+from megaspan.plan.weights import gradient_part, host_gradients, state_parts, update_part
 
-NLL_BYTES = 20  # fp32 logits, their log-softmax kept for the backward, and three fp32 temporaries of the entropy
 CONTEXT_BYTES = 768 * 2**20  # CUDA context, cuBLAS and attention workspaces
 HOST_BASE_BYTES = 4 * 2**30  # Python, torch and the CUDA libraries of one process
 CPU_BASE_BYTES = 2**30
 SLACK = 0.02  # allocator rounding with expandable segments
-
-
-def loss_tile(vocab: int) -> int:
-    """Tokens of logits held at once: 2,048, halved until a tile and its fp32 quarter take at most 1.25 GiB, not below 256."""
-    tile = 2048
-    while tile > 256 and vocab * (2 * tile + 8 * -(-tile // 4)) > 5 * 2**28:
-        tile //= 2
-    return tile
-
-
-def weight_parts(facts: ModelFacts, s: Settings) -> list[Part]:
-    """Weights and, after the first step, what the optimizer keeps."""
-    count, c = facts.parameters, s.compute_bytes
-    parts = [Part("weights", count * c, s.place, f"{count:,} parameters x {c} B")]
-    moments = 8 if s.masters or c == 4 else 4
-    if s.adapter:
-        each = c + (4 if s.masters else 0) + moments
-        return [*parts, Part("adapter and its AdamW", s.adapter * each, s.place, f"{s.adapter:,} LoRA parameters x {each} B")]
-    if s.masters:
-        parts.append(Part("fp32 masters", count * 4, s.place, f"{count:,} x 4 B"))
-    parts.append(Part("AdamW moments", count * moments, s.place, f"{count:,} x 2 x {moments // 2} B"))
-    return parts
-
-
-def gradient_part(facts: ModelFacts, s: Settings, layers_done: int) -> Part:
-    """Gradients that exist when the backward has passed the last `layers_done` layers, and the head's."""
-    if s.adapter:
-        count = s.adapter * layers_done // facts.layers
-    elif layers_done == facts.layers:
-        count = facts.parameters
-    else:
-        count = facts.head_parameters + sum(facts.layer_parameters[facts.layers - layers_done :])
-    return Part(
-        "gradients", count * s.gradient_bytes, s.place, f"{count:,} x {s.gradient_bytes} B, of layers done and the head"
-    )
-
-
-def input_bytes(facts: ModelFacts, s: Settings) -> int:
-    """One layer's input."""
-    return s.tokens * facts.hidden * s.compute_bytes
-
-
-def output_bytes(facts: ModelFacts, s: Settings) -> int:
-    """One layer's attention output; 0 where layers are not streamed."""
-    return s.tokens * facts.query_width * s.compute_bytes if s.streamed else 0
-
-
-def layer_inputs(facts: ModelFacts, s: Settings) -> list[Part]:
-    """What waits in host memory between forward and backward."""
-    moved = facts.layers - s.keep_on_device if s.checkpoint and s.offload else 0
-    outputs = max(0, min(moved, s.keep_outputs - s.keep_on_device)) if s.streamed else 0
-    pinned = ", pinned" if s.gpu else ""
-    size = f"{format_tokens(s.tokens)} tokens x"
-    parts = [
-        Part(
-            f"layer inputs{pinned}",
-            moved * input_bytes(facts, s),
-            "host",
-            f"{moved} layers x {size} {facts.hidden:,} x {s.compute_bytes} B",
-        ),
-        Part(
-            f"attention outputs{pinned}",
-            outputs * output_bytes(facts, s),
-            "host",
-            f"{outputs} layers x {size} {facts.query_width:,} x {s.compute_bytes} B",
-        ),
-    ]
-    return [part for part in parts if part.bytes]
-
-
-def position_part(facts: ModelFacts, s: Settings) -> Part:
-    """Tables of cos and sin, token ids, labels and positions, which stay for the whole step."""
-    kinds = len(set(facts.layer_types)) if facts.model_type == "gemma3_text" else 1
-    each = 2 * kinds * facts.head_dim * s.compute_bytes + 32
-    return Part(
-        "cos, sin, ids, labels", s.tokens * each, s.place, f"t x ({2 * kinds} x {facts.head_dim} x {s.compute_bytes} + 32) B"
-    )
-
-
-def loss_parts(facts: ModelFacts, s: Settings) -> list[Part]:
-    """The loss: tile, gradient of the head's weight in fp32, gradient of the hidden states; or all logits."""
-    t, v, e, c, n = s.tokens, facts.vocab, facts.hidden, s.compute_bytes, s.loss_tile
-    parts = [Part("final norm, hidden states", t * e * (4 + 3 * c), s.place, f"t x E x {4 + 3 * c} B")]
-    if not s.chunked:
-        formula = f"t x V x {NLL_BYTES} B: {format_tokens(t)} x {v:,} (loss_type: nll)"
-        return [*parts, Part("all logits", t * v * NLL_BYTES, s.place, formula)]
-    n = min(n, t)
-    tile = n * v * c + 2 * -(-n // 4) * v * 4 + 3 * n * e * c
-    parts.append(Part("loss tile", tile, s.place, f"{n:,} x V x {c} B + 2 x {-(-n // 4):,} x V x 4 B, V = {v:,}"))
-    parts.append(Part("hidden gradient", t * (e * c + 24), s.place, f"t x (E x {c} + 24) B"))
-    if not s.adapter:
-        parts.append(Part("head gradient, fp32", v * e * 4, s.place, f"V x E x 4 B = {v:,} x {e:,} x 4"))
-    return parts
-
-
-def largest_allocation(facts: ModelFacts, s: Settings) -> Part:
-    """The largest single tensor on the device: what has to be found in one piece."""
-    t, c = s.tokens, s.compute_bytes
-    n = min(t, s.layer_tile) if s.streamed and s.checkpoint else t
-    candidates = [
-        Part("one MLP tensor", n * max(facts.mlp_width, facts.active_mlp_width) * c, s.place, f"{n:,} tokens x F x {c} B"),
-        Part("queries of one layer in fp32", t * facts.query_width * 4, s.place, "t x Q x 4 B"),
-        Part("embedding or its gradient", facts.head_parameters * 4, s.place, "V x E x 4 B"),
-    ]
-    if not s.chunked:
-        candidates.append(Part("all logits in fp32", t * facts.vocab * 4, s.place, "t x V x 4 B"))
-    if s.gpu:
-        return max(candidates, key=lambda part: part.bytes)
-    moved = layer_inputs(facts, s)
-    return max([*candidates, *moved], key=lambda part: part.bytes)
-
-
-def disk_parts(facts: ModelFacts, s: Settings, checkpoints: int) -> list[Part]:
-    """What a run leaves on disk: checkpoints with the optimizer, and the final model."""
-    states = sum(part.bytes for part in weight_parts(facts, s)[1 if s.adapter else 0 :])
-    parts = [
-        Part("final model", facts.parameters * s.compute_bytes if not s.adapter else s.adapter * 4, "disk", "weights as saved")
-    ]
-    if checkpoints:
-        parts.append(
-            Part(
-                f"{checkpoints} checkpoint(s)", checkpoints * states, "disk", "weights and optimizer, streamed in 64 MiB pieces"
-            )
-        )
-    return parts
-
-
-def waiting_parts(facts: ModelFacts, s: Settings) -> tuple[Part, ...]:
-    """What lies in host memory all the time, beside a computation on the host."""
-    parts = layer_inputs(facts, s)
-    if s.gpu:
-        parts.append(Part("process", HOST_BASE_BYTES, "host", "Python, torch, CUDA libraries: allowance"))
-    return tuple(parts)
 
 
 @dataclass(frozen=True)
@@ -177,7 +51,7 @@ class Memory:
     waiting: tuple[Part, ...]
     gpu: bool
 
-    @property
+    @cached_property
     def peak(self) -> Moment:
         """The moment that needs most."""
         return max(self.moments, key=lambda moment: moment.bytes)
@@ -190,103 +64,251 @@ class Memory:
     @property
     def host_bytes(self) -> int:
         """Peak of host memory."""
-        return sum(part.bytes for part in self.waiting) + (0 if self.gpu else self.peak.bytes)
+        return sum(part.bytes for part in self.waiting if part.place == "host") + (0 if self.gpu else self.peak.bytes)
+
+    @property
+    def disk_bytes(self) -> int:
+        """What layers keep on disk."""
+        return sum(part.bytes for part in self.waiting if part.place == "disk")
+
+
+class Step:
+    """The pieces of a step that do not depend on what layers keep, each computed once.
+
+    Args:
+        facts: the model.
+        s: the levers.
+    """
+
+    def __init__(self, facts: ModelFacts, s: Settings) -> None:
+        self.facts, self.s = facts, s
+        self.input, self.output = input_bytes(facts, s), output_bytes(facts, s)
+
+    @cached_property
+    def always(self) -> list[Part]:
+        """States where the computation is, and tables."""
+        here = [part for part in state_parts(self.facts, self.s) if part.place == self.s.place]
+        return [*here, position_part(self.facts, self.s)]
+
+    @cached_property
+    def layer(self) -> LayerBytes:
+        """The layer that needs most when it runs whole."""
+        sparse = self.facts.experts.sparse_layers if self.facts.experts else (False,)
+        kinds = [layer_bytes(self.facts, sparse.index(kind), self.s) for kind in set(sparse)]
+        return max(kinds, key=lambda kind: kind.peak)
+
+    @cached_property
+    def phases(self) -> tuple[Phase, ...]:
+        """A layer's backward, without what it kept."""
+        if self.s.streams:
+            return backward_phases(self.facts, self.layer, self.s, max(self.facts.layer_parameters))
+        if self.s.checkpoint:
+            return (Phase("", tuple(whole_layer_parts(self.layer, self.s))),)
+        extra = self.layer.mlp_backward
+        if not self.layer.mlp_is_peak:
+            extra = max(0, self.layer.attention_backward - self.layer.mlp)
+        return (Phase("", (Part("gradients inside a layer", self.s.tokens * extra, self.s.place, "of the layer that runs"),)),)
+
+    @cached_property
+    def forward(self) -> list[Part]:
+        """A layer's forward, with its own input and output."""
+        if self.s.streams:
+            return forward_parts(self.facts, self.s)
+        t, c = self.s.tokens, self.s.compute_bytes
+        size = t * 3 * c * self.facts.active_mlp_width
+        return [Part("one layer without gradients", size, self.s.place, f"t x 3·{c}·F")]
+
+    @cached_property
+    def again(self) -> list[Part]:
+        """A layer of a segment that runs again."""
+        return forward_parts(self.facts, self.s, again=True)
+
+    @cached_property
+    def loss(self) -> list[Part]:
+        """The loss."""
+        return loss_parts(self.facts, self.s)
+
+    def gradients(self, done: int) -> list[Part]:
+        """Of the head and the layers done; before any is, only those of a window's earlier rows."""
+        return [gradient_part(self.facts, self.s, done)] if done or self.s.rows > 1 else []
+
+    def fetched(self, phase: Phase, policy: KeepPolicy, index: int) -> tuple[int, int]:
+        """Inputs and outputs on the device that are not kept there: of the layer at work, and whole those of the one below.
+
+        Bytes of both. What comes in tiles is two tiles.
+        """
+        layers, s = policy.layers, self.s
+        uses = phase.uses_output
+        if s.stream_back and s.streams:
+            x, out = tile_bytes(self.facts, s, phase.name)
+            return (x if layers[index].input != "device" else 0), (out if layers[index].output != "device" else 0)
+        again = next(segment for segment in policy.segments if index in segment)
+        inputs = outputs = 0
+        for layer in range(max(0, index - 1), index + 1):
+            stored = policy.again if layer in again else None
+            inputs += ((layers[layer].input or stored) or "device") != "device"
+            where = layers[layer].output or (stored if layer != again[-1] else None)
+            if layer == index and layers[layer].output is None and layer == again[-1]:
+                where = "host"  # attention runs again: the output is on the device, and kept nowhere
+            outputs += (where or "device") != "device" and (uses or layer != index)
+        return inputs * self.input, outputs * self.output
+
+    def overhead(self, size: int) -> Part:
+        """Context and rounding beside `size` bytes."""
+        if self.s.gpu:
+            formula = f"allowance: 0.75 GiB + {SLACK:.0%}"
+            return Part("CUDA context, slack", CONTEXT_BYTES + round(SLACK * size), "device", formula)
+        return Part("process, slack", CPU_BASE_BYTES + round(SLACK * size), "host", f"allowance: 1 GiB + {SLACK:.0%}")
+
+    def allowed(self, limit: int) -> int:
+        """The most bytes for which, with their overhead, the limit is kept."""
+        base = CONTEXT_BYTES if self.s.gpu else CPU_BASE_BYTES
+        return int((limit - base - 1) / (1 + SLACK))
+
+
+def attends_on(s: Settings) -> Place | None:
+    """Where the output of a layer that attends again waits for its backward: on the host when that is read in tiles."""
+    return "host" if s.stream_back and s.streams else None
 
 
 def memory(facts: ModelFacts, s: Settings) -> Memory:
     """Every moment of a step from the second on, when the optimizer's state exists."""
-    states, always = weight_parts(facts, s), position_part(facts, s)
-    sparse = facts.experts.sparse_layers if facts.experts else (False,) * facts.layers
-    kinds = {kind: layer_bytes(facts, sparse.index(kind), s) for kind in set(sparse)}
-    heaviest = max(kinds.values(), key=lambda kind: kind.peak)
-    lives = [kinds[kind].kept for kind in sparse] if not s.checkpoint else []
-    largest = max(facts.layer_parameters)
-
-    def resident(layers: int, backward: bool) -> list[Part]:
-        return _resident(facts, s, layers, backward, lives)
-
-    def backward(index: int) -> list[tuple[str, list[Part]]]:
-        name = f"backward of layer {index + 1}"
-        done = facts.layers - index
-        if s.checkpoint and s.streamed:
-            before = [gradient_part(facts, s, done - 1), *resident(index + 1, True)]
-            moments = streamed_layer_parts(facts, heaviest, s, largest)
-            return [(f"{name}, {moment}", [*before, *work]) for moment, work in moments.items()]
-        work = whole_layer_parts(heaviest, s) if s.checkpoint else [_inside(heaviest, s)]
-        return [(name, [gradient_part(facts, s, done), *resident(index + 1, True), *work])]
-
+    step, policy, total = Step(facts, s), s.policy(facts.layers), facts.layers
     moments = [
-        ("forward", [*resident(facts.layers, False), _forward_part(facts, s)]),
-        ("loss", [*resident(facts.layers, False), *loss_parts(facts, s)]),
-        *(moment for index in _telling_layers(facts, s) for moment in backward(index)),
-        ("optimizer", [gradient_part(facts, s, facts.layers), _update_part(facts, s)]),
+        ("forward", [*step.gradients(0), *_kept(step, policy, max(0, total - 1) if s.streams else total), *step.forward]),
+        ("loss", [*step.gradients(0), *_kept(step, policy, total), *_flying(step, policy), *step.loss]),
     ]
+    for index in _telling_layers(step, policy):
+        for phase in step.phases:
+            name = f"backward of layer {index + 1}" + (f", {phase.name}" if phase.name else "")
+            moments.append((name, _backward(step, policy, index, phase)))
+    if s.streams:
+        for segment in policy.segments:
+            if len(segment) > 1:
+                done = step.gradients(total - segment.stop)
+                held = [*_kept(step, policy, segment.stop), *_stored(step, policy, segment, segment.stop)]
+                moments.append((f"layers {segment[0] + 1} to {segment[-1] + 1} again", [*done, *held, *step.again]))
+    moments.append(("optimizer", [gradient_part(facts, s, total), update_part(facts, s)]))
     made = []
     for name, parts in moments:
-        whole = [*states, always, *parts]
-        whole.append(_overhead(s, sum(part.bytes for part in whole)))
+        whole = [*step.always, *parts]
+        whole.append(step.overhead(sum(part.bytes for part in whole)))
         made.append(Moment(name, tuple(part for part in whole if part.bytes)))
     return Memory(tuple(made), waiting_parts(facts, s), s.gpu)
 
 
-def _resident(facts: ModelFacts, s: Settings, layers: int, backward: bool, lives: list[int]) -> list[Part]:
-    """What the first `layers` layers keep where the computation is, while the next one runs."""
-    x, out, total, place = input_bytes(facts, s), output_bytes(facts, s), facts.layers, s.place
+def _backward(step: Step, policy: KeepPolicy, index: int, phase: Phase) -> list[Part]:
+    """One phase of one layer's backward. A checkpointed layer's gradients are part of its work until it is done."""
+    s, total = step.s, step.facts.layers
+    gradients = step.gradients(total - index - 1 if s.checkpoint else total - index)
     if not s.checkpoint:
-        size = s.tokens * sum(lives[:layers]) + layers * x
+        return [*gradients, *_kept(step, policy, index + 1), *phase.parts]
+    segment = next(each for each in policy.segments if index in each)
+    parts = [*gradients, *_kept(step, policy, index + 1, gone=index if not phase.uses_output else None)]
+    parts += _stored(step, policy, segment, index + 1)
+    inputs, outputs = step.fetched(phase, policy, index)
+    ahead = "of two tiles" if s.stream_back else "of this layer, and of the one below"
+    parts.append(Part("inputs and outputs fetched", inputs + outputs, s.place, f"{ahead}; x is t x E, O t x Q"))
+    return [*parts, *phase.parts]
+
+
+def _kept(step: Step, policy: KeepPolicy, layers: int, gone: int | None = None) -> list[Part]:
+    """What the lowest layers keep on the device; with everything kept, all they computed. `gone` lets go of its output."""
+    s, place = step.s, step.s.place
+    if not s.checkpoint:
+        sparse = step.facts.experts.sparse_layers if step.facts.experts else (False,) * step.facts.layers
+        each = {kind: layer_bytes(step.facts, sparse.index(kind), s).kept for kind in set(sparse)}
+        size = s.tokens * sum(each[kind] for kind in sparse[:layers]) + layers * step.input
         return [Part("activations of all layers", size, place, f"{layers} layers, nothing is recomputed")]
-    kept_out = max(0, layers - (total - s.keep_outputs)) if s.streamed else 0
-    each = f"t x E x {s.compute_bytes} B"
-    each_out = f"t x Q x {s.compute_bytes} B"
-    lse = Part("log-sum-exp", kept_out * s.tokens * facts.heads * 4, place, f"{kept_out} layers x t x {facts.heads} x 4 B")
-    if not s.offload:
-        inputs = Part("layer inputs", layers * x, place, f"{layers} layers x {each}")
-        return [inputs, Part("attention outputs", kept_out * out, place, f"{kept_out} layers x {each_out}"), lse]
-    stay = max(0, layers - (total - s.keep_on_device))
-    stay_out = min(stay, kept_out)
-    flying = (min(2, layers - stay) if backward else min(2, layers)) if s.gpu else 0
-    flying_out = min(flying, kept_out)
-    parts = [
-        Part("layer inputs kept", stay * x, place, f"last {stay} layers x {each}"),
-        Part("attention outputs kept", stay_out * out, place, f"last {stay_out} layers x {each_out}"),
+    inputs, outputs = policy.below["device"][layers]
+    if gone is not None and policy.layers[gone].output == "device":
+        outputs -= 1
+    return [
+        Part("layer inputs kept", inputs * step.input, place, f"{inputs} layers x t x E x {s.compute_bytes} B"),
         Part(
-            "inputs and outputs in flight",
-            flying * x + flying_out * out,
-            place,
-            f"{flying} x {each} + {flying_out} x {each_out}",
+            "attention outputs kept", outputs * step.output, place, f"{outputs} layers x t x (Q x {s.compute_bytes} + H x 4) B"
         ),
     ]
-    return [*parts, lse]
 
 
-def _inside(layer: LayerBytes, s: Settings) -> Part:
-    extra = layer.mlp_backward if layer.mlp_is_peak else max(0, layer.attention_backward - layer.mlp)
-    return Part("gradients inside a layer", s.tokens * extra, s.place, "of the layer that runs")
+def _stored(step: Step, policy: KeepPolicy, segment: range, stop: int) -> list[Part]:
+    """What a segment that was run again has on the device, of its layers below `stop`."""
+    if policy.again != "device" or len(segment) == 1:
+        return []
+    inputs = stop - segment.start - 1
+    outputs = sum(policy.layers[index].output is None for index in range(segment.start, min(stop, segment.stop - 1)))
+    size = inputs * step.input + outputs * step.output
+    return [Part("layers run again", size, step.s.place, f"{inputs} inputs, {outputs} outputs of a segment")]
 
 
-def _forward_part(facts: ModelFacts, s: Settings) -> Part:
-    t, c = s.tokens, s.compute_bytes
-    if s.checkpoint and s.streamed:
-        width = facts.hidden + 2 * facts.query_width + 2 * facts.kv_width
-        return Part("one layer without gradients", t * c * width, s.place, f"t x {c}·(E + 2·Q + 2·K)")
-    return Part("one layer without gradients", t * 3 * c * facts.active_mlp_width, s.place, f"t x 3·{c}·F")
+def _flying(step: Step, policy: KeepPolicy) -> list[Part]:
+    """At the loss: what the last layers sent to the host, of which the device lets go when the next attention begins."""
+    s, last = step.s, policy.layers[-2:] if not step.s.streams else policy.layers[-1:]
+    if not s.checkpoint or (s.stream_back and s.streams):
+        return []
+    inputs = sum(layer.input not in ("device", None) for layer in last)
+    outputs = sum(layer.output not in ("device", None) for layer in last)
+    size = inputs * step.input + outputs * step.output
+    return [Part("inputs and outputs in flight", size, s.place, f"{inputs} inputs, {outputs} outputs on their way")]
 
 
-def _update_part(facts: ModelFacts, s: Settings) -> Part:
-    """The fused update needs nothing; the loop, which a CPU runs, some copies of the largest parameter."""
-    size = 0 if s.gpu else 4 * 4 * (facts.head_parameters if not s.adapter else 0)
-    return Part("update of one parameter", size, s.place, "4 copies of V x E in fp32")
+def _telling_layers(step: Step, policy: KeepPolicy) -> tuple[int, ...]:
+    """The top and the lowest layer, and of all that can be the peak the one that is."""
+    total = step.facts.layers
+    corners = {0, 1, total - 2, total - 1}
+    if step.s.checkpoint:
+        for kind in policy.kinds:
+            corners |= {kind.first - 1, kind.first, kind.first + 1, kind.last}
+        corners |= {segment[-1] for segment in policy.segments if len(segment) > 1}
+    inside = [index for index in corners if 0 <= index < total]
+    heaviest = max(step.phases, key=lambda phase: phase.bytes)
+
+    def size(index: int) -> int:
+        return sum(part.bytes for part in _backward(step, policy, index, heaviest))
+
+    return tuple(sorted({total - 1, 0, max(inside, key=size)}, reverse=True))
 
 
-def _overhead(s: Settings, size: int) -> Part:
+def waiting_parts(facts: ModelFacts, s: Settings) -> tuple[Part, ...]:
+    """What lies in host memory or on disk beside the computation, at the worst moment."""
+    policy, x, out = s.policy(facts.layers), input_bytes(facts, s), output_bytes(facts, s)
+    parts, pinned = [], ", pinned" if s.gpu else ""
+    if s.checkpoint:
+        row = f"{format_tokens(s.tokens)} tokens x"
+        places: tuple[tuple[Place, str], ...] = (("host", pinned), ("disk", " on disk"))
+        for place, where in places:
+            inputs, outputs = policy.below[place][-1]
+            wide = f"({facts.query_width:,} x {s.compute_bytes} + {facts.heads} x 4) B"
+            parts += [
+                Part(
+                    f"layer inputs{where}", inputs * x, place, f"{inputs} layers x {row} {facts.hidden:,} x {s.compute_bytes} B"
+                ),
+                Part(f"attention outputs{where}", outputs * out, place, f"{outputs} layers x {row} {wide}"),
+            ]
+        held = list(held_bytes(policy, x, out, "host", attends_on(s)))
+        formula = "more than all of the above, when a segment has run again and those above it are gone"
+        parts.append(Part(f"layers run again{pinned}", max(held) - held[0], "host", formula))
+        staged = staged_bytes(facts, s) if "disk" in policy.places else 0
+        parts.append(Part("on the way to and from disk", staged, "host", "2 layers x (input and output)"))
     if s.gpu:
-        return Part("CUDA context, slack", CONTEXT_BYTES + round(SLACK * size), "device", f"allowance: 0.75 GiB + {SLACK:.0%}")
-    return Part("process, slack", CPU_BASE_BYTES + round(SLACK * size), "host", f"allowance: 1 GiB + {SLACK:.0%}")
+        parts += [part for part in state_parts(facts, s) if part.place == "host"]
+        parts.append(host_gradients(facts, s))
+        parts.append(Part("process", HOST_BASE_BYTES, "host", "Python, torch, CUDA libraries: allowance"))
+    return tuple(part for part in parts if part.bytes)
 
 
-def _telling_layers(facts: ModelFacts, s: Settings) -> tuple[int, ...]:
-    """Layers whose backward can be the peak: residents fall and gradients grow linearly in between."""
-    turn = facts.layers - s.keep_on_device if s.offload else 0
-    return tuple(
-        sorted({facts.layers - 1, 0, *(layer for layer in (turn, turn - 1) if 0 <= layer < facts.layers)}, reverse=True)
-    )
+def staged_bytes(facts: ModelFacts, s: Settings) -> int:
+    """Host memory through which what lies on disk passes: one layer coming while another is read."""
+    return 2 * (input_bytes(facts, s) + output_bytes(facts, s))
+
+
+def disk_parts(facts: ModelFacts, s: Settings, checkpoints: int) -> list[Part]:
+    """What a run leaves on disk: checkpoints with the optimizer, and the final model."""
+    states = sum(part.bytes for part in state_parts(facts, s)[1 if s.adapter else 0 :])
+    parts = [
+        Part("final model", facts.parameters * s.compute_bytes if not s.adapter else s.adapter * 4, "disk", "weights as saved")
+    ]
+    if checkpoints:
+        formula = "weights and optimizer, streamed in 64 MiB pieces"
+        parts.append(Part(f"{checkpoints} checkpoint(s)", checkpoints * states, "disk", formula))
+    return parts

@@ -1,9 +1,11 @@
-"""The dials that the planner turns by itself until a row fits, in order of what each costs.
+"""The dials that the planner turns by itself until a row fits, valued in seconds.
 
-What a layer keeps (input, attention output) may wait on the device or on the host; its output may be computed again; the
-attention's backward may take fewer heads a call; tiles may be smaller. Each step down saves memory and costs time: recomputing
-one output at a million tokens costs 13 s and saves 8.7 GB, a head group a call costs next to nothing on long rows, small tiles
-a few percent. So the first combination that fits is taken, the cheapest first.
+What a layer keeps may wait on the device, on the host or on disk, or be computed again; fewer heads may be projected and
+attended at once; what waits on the host may come back tile by tile; tiles may be smaller; gradients and optimizer states may be
+on the host. Each saves memory and costs time, and which costs least depends on the length: at a million tokens an output
+computed again costs 13 s and all head groups together one, at 8,192 it is the other way round. So each combination of dials
+gets the best keep policy that it has room for, and of those that fit the one with the fewest predicted seconds is taken. States
+are moved only where nothing fits otherwise, or where they were asked to be.
 """
 
 from __future__ import annotations
@@ -11,95 +13,113 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from megaspan.plan.cost import Memory, memory, waiting_parts
+from megaspan.plan.cost import Memory, memory
 from megaspan.plan.facts import ModelFacts
 from megaspan.plan.parts import Settings
-from megaspan.plan.search import largest
+from megaspan.plan.place import Limits as Limits
+from megaspan.plan.place import can_keep, fallback, policies
+from megaspan.plan.seconds import relative_seconds
+from megaspan.plan.states import StatePlan
 
 TILES = (16_384, 8_192, 4_096)
 
 
 @dataclass(frozen=True)
-class Limits:
-    """Bytes that a step may use on the device (0 without a GPU) and on the host."""
+class Fit:
+    """What was found.
 
-    device: int
-    host: int
+    Attributes:
+        settings: with all dials set; where nothing fits, the most frugal ones.
+        used: its memory.
+        fits: it is within the limits.
+    """
 
-    def hold(self, used: Memory) -> bool:
-        """Whether both are enough."""
-        return (not used.gpu or used.device_bytes <= self.device) and used.host_bytes <= self.host
-
-
-def fit(facts: ModelFacts, s: Settings, limits: Limits) -> tuple[Settings, Memory]:
-    """The cheapest setting of the dials that fits; the most frugal one when none does."""
-    frugal = s
-    for dials in _dials(facts, s):
-        frugal = _place_frugally(facts, dials, limits)
-        if limits.hold(memory(facts, frugal)):
-            made = _place(facts, dials, limits)
-            return made, memory(facts, made)
-    return frugal, memory(facts, frugal)
+    settings: Settings
+    used: Memory
+    fits: bool
 
 
-def can_fit(facts: ModelFacts, s: Settings, limits: Limits) -> bool:
-    """Whether any setting of the dials fits: of head groups the smallest is the most frugal, of tiles any may be."""
-    dials = list(_dials(facts, s))
-    return any(limits.hold(memory(facts, _place_frugally(facts, each, limits))) for each in dials[-len(TILES) :])
+def fit(facts: ModelFacts, s: Settings, limits: Limits, states: tuple[StatePlan, ...] = (StatePlan(),)) -> Fit:
+    """The cheapest setting of the dials that fits; the most frugal one when none does.
+
+    Args:
+        facts: the model.
+        s: the wishes.
+        limits: bytes there are.
+        states: where gradients and optimizer states may lie, the cheapest first.
+    """
+    for each in states:
+        if (found := _cheapest(facts, replace(s, states=each), limits)) is not None:
+            return _as_simple(facts, Fit(found, memory(facts, found), True), limits)
+    frugal = list(_dials(facts, replace(s, states=states[-1])))[-1]
+    frugal = replace(frugal, keep=fallback(facts, frugal))
+    return Fit(frugal, memory(facts, frugal), False)
+
+
+def can_fit(facts: ModelFacts, s: Settings, limits: Limits, states: tuple[StatePlan, ...] = (StatePlan(),)) -> bool:
+    """Whether any setting of the dials fits: the smallest head groups, both kinds of fetches (tiles need some host memory)."""
+    for each in reversed(states):
+        dials = list(_dials(facts, replace(s, states=each)))
+        frugal = [one for one in dials if one.kv_heads_per_call == dials[-1].kv_heads_per_call]
+        if s.tokens > TILES[0]:
+            # Each size of tiles cuts the row, and the smallest needs least.
+            frugal = [one for one in frugal if one.layer_tile == dials[-1].layer_tile]
+        if any(can_keep(facts, one, limits) for one in reversed(frugal)):
+            return True
+    return False
 
 
 def _dials(facts: ModelFacts, s: Settings) -> Iterator[Settings]:
-    if not (s.checkpoint and s.streamed):
+    """Every setting of tiles, head groups and fetches, larger and earlier ones first."""
+    if not s.streams:
         yield s
         return
-    group: int | None = None
+    for tile in TILES:
+        for stream_back in (False, True) if s.offload and s.gpu else (False,):
+            for group in _groups(facts, s):
+                yield replace(s, layer_tile=tile, kv_heads_per_call=group, stream_back=stream_back)
+
+
+def _groups(facts: ModelFacts, s: Settings) -> Iterator[int | None]:
+    """KV heads a call: all, then the next smaller divisor, so that calls have equal sizes."""
+    yield None
     size = facts.kv_heads
-    while True:
-        for tile in TILES:
-            yield replace(s, layer_tile=tile, kv_heads_per_call=group)
-        if size == 1 or not s.gpu:
-            return
-        # The next smaller divisor: calls of equal size.
+    while size > 1 and s.gpu:
         size = max(number for number in range(1, size) if facts.kv_heads % number == 0)
-        group = size
+        yield size
 
 
-def _place_frugally(facts: ModelFacts, s: Settings, limits: Limits) -> Settings:
-    """No attention output is kept, and as little on the device as the host allows."""
-    if not (s.checkpoint and s.gpu and s.offload):
-        return s
-    layers = facts.layers
-
-    def waits(moved: int) -> int:
-        return sum(part.bytes for part in waiting_parts(facts, replace(s, keep_on_device=layers - moved)))
-
-    return replace(s, keep_on_device=layers - largest(layers, lambda moved: waits(moved) <= limits.host))
-
-
-def _place(facts: ModelFacts, s: Settings, limits: Limits) -> Settings:
-    """How many of the last layers keep their attention output, and how many keep what they keep on the device.
-
-    What the last layers keep is wanted first, when no gradients exist yet: as much as the gradients will take later is free on
-    the device. Where the host does not hold the rest, outputs are given up first, then more stays on the device.
-    """
+def _cheapest(facts: ModelFacts, s: Settings, limits: Limits) -> Settings | None:
+    """The dials with the fewest seconds that fit; None where none do. Smaller tiles only where larger ones never fit."""
     if not s.checkpoint:
-        return s
-    layers = facts.layers
-    wished = layers if s.streamed else 0
+        return s if limits.hold(memory(facts, s)) else None
+    best: Settings | None = None
+    tile, least = 0, 0.0
+    for dials in _dials(facts, s):
+        if best is not None and dials.layer_tile != tile:
+            break
+        for policy in policies(facts, dials, limits):
+            made = replace(dials, keep=policy)
+            seconds = relative_seconds(facts, made)
+            if best is None or seconds < least:
+                best, least, tile = made, seconds, dials.layer_tile
+            if _nothing_given_up(facts, made):
+                return best
+    return best
 
-    def used(stay: int, outputs: int) -> Memory:
-        return memory(facts, replace(s, keep_on_device=stay, keep_outputs=outputs))
 
-    if not (s.gpu and s.offload):
-        return replace(s, keep_outputs=largest(wished, lambda number: limits.hold(used(0, number))))
+def _nothing_given_up(facts: ModelFacts, s: Settings) -> bool:
+    """Everything is kept, in memory: dials that come later only cost."""
+    policy = s.policy(facts.layers)
+    return not policy.runs_again and (not s.streams or policy.outputs == facts.layers) and "disk" not in policy.places
 
-    def free(outputs: int) -> int:
-        bare = used(0, outputs).device_bytes
-        return largest(layers, lambda number: used(number, outputs).device_bytes <= bare)
 
-    outputs = largest(wished, lambda number: limits.hold(used(free(number), number)))
-    stay = free(outputs)
-    if not limits.hold(used(stay, outputs)):
-        stay = _place_frugally(facts, s, limits).keep_on_device
-        outputs = largest(wished, lambda number: limits.hold(used(stay, number)))
-    return replace(s, keep_on_device=stay, keep_outputs=outputs)
+def _as_simple(facts: ModelFacts, found: Fit, limits: Limits) -> Fit:
+    """Gradients are used up in the backward only where that lowers the peak."""
+    s = found.settings
+    if s.states.gradients != "update":
+        return found
+    simple = replace(s, states=replace(s.states, gradients="device"))
+    used = memory(facts, simple)
+    same = used.device_bytes <= found.used.device_bytes and used.host_bytes <= found.used.host_bytes
+    return Fit(simple, used, True) if same and limits.hold(used) else found

@@ -1,10 +1,9 @@
-"""Bytes of one decoder layer with gradients: as transformers runs it whole, and streamed in tiles.
+"""Bytes of one decoder layer with gradients, as transformers runs it whole. What a tile of a streamed layer takes is its share.
 
 Whole, a layer keeps some 20 tensors: 215 KB a token of a 4B model, 26 GiB at 131,072 tokens. They were counted tensor by tensor
-against autograd for every family, and agree with peaks measured on an H200 within 2 %. Streamed, a layer holds a few tensors
-of its row (input, output, their gradients; q, k, v while attention runs backward) and one tile's share of the rest: 12 GiB.
+against autograd for every family, and agree with peaks measured on an H200 within 2 %.
 
-Letters: t tokens, n tokens of a tile, E hidden, Q = heads x head size, K = KV heads x head size, F MLP width, c bytes of the
+Letters: t tokens, E hidden, Q = heads x head size, K = KV heads x head size, F MLP width, c bytes of the
 computation's type (2 for bf16).
 """
 
@@ -89,59 +88,3 @@ def whole_layer_parts(layer: LayerBytes, s: Settings) -> list[Part]:
         return [first, Part("one layer: MLP", size, s.place, f"t x {layer.formulas[1]}")]
     formula = "t x (2·Q + 2·K of gradients, and Q in fp32)"
     return [first, Part("one layer: attention backward", s.tokens * layer.attention_backward, s.place, formula)]
-
-
-def streamed_layer_parts(facts: ModelFacts, layer: LayerBytes, s: Settings, parameters: int) -> dict[str, list[Part]]:
-    """The moments of a streamed layer's backward, beside its input and its attention's output.
-
-    First the MLP and what stands around it, tile by tile; then the attention of the whole row; then the projections to q, k, v,
-    tile by tile. A row that is no longer than a tile keeps the graph of q, k, v over attention.
-
-    Args:
-        facts: the model.
-        layer: the whole layer's bytes, of which a tile takes its share.
-        s: the levers.
-        parameters: of the layer.
-    """
-    t, c, e, q, k = s.tokens, s.compute_bytes, facts.hidden, facts.query_width, facts.kv_width
-    n, place, qkv = min(s.layer_tile, t), s.place, q + 2 * k
-    once = n == t
-    trained = parameters if not s.adapter else s.adapter // facts.layers
-    in_sums = c if once else 4 + c
-    common = [
-        Part("one layer: gradients of the row", t * c * (2 * e + q), place, f"t x {c}·(2·E of input and output + Q)"),
-        Part(
-            "one layer: weight gradients",
-            trained * in_sums,
-            place,
-            f"{trained:,} x {c} B" if once else f"{trained:,} x (4 + {c}) B, summed over tiles in fp32",
-        ),
-    ]
-    mlp = layer.norms + layer.mlp + layer.mlp_backward + 2 * c * e
-    # Rotated q and k, v, what their norms keep, and gradients on the way back through them: in fp32 where there are norms.
-    norm_fp32, norm_type = facts.family.qk_norm_tensors if facts.qk_norm else (0, 0)
-    graph = layer.norms // 2 + (q + k) * (4 * norm_fp32 + c * norm_type)
-    projections = graph + qkv * c + q * (16 if facts.qk_norm else 2 * c)
-    # One call's gradients and fp32 sums; of several calls, the last one's gradients are still there during the next.
-    share = (s.kv_heads_per_call or facts.kv_heads) / facts.kv_heads
-    extra = (c if share == 1 else 2 * c) + (4 if s.gpu else 0)
-    heads = "all heads" if share == 1 else f"{s.kv_heads_per_call} of {facts.kv_heads} KV heads a call"
-    row = Part(
-        "one layer: q, k, v, gradients, sums",
-        t * qkv * c + round(t * qkv * share * extra) + (t * graph if once else 0),
-        place,
-        f"t x (Q + 2·K) x ({c} + {share:g} x {extra}), {heads}; Q = {q:,}, K = {k:,}" + (" + t x norms" if once else ""),
-    )
-    return {
-        "MLP": [*common, Part("one tile: MLP", n * mlp, place, f"{n:,} tokens x (norms, {layer.formulas[1]})")],
-        "attention": [*common, row],
-        "projections": [
-            # The gradient of attention's output is let go once those of q, k and v are there.
-            Part("one layer: gradients of the row", t * c * 2 * e, place, f"t x {c}·2·E of input and output"),
-            common[1],
-            Part("one layer: gradients of q, k, v", t * qkv * c, place, f"t x {c}·(Q + 2·K)"),
-            Part(
-                "one tile: projections", n * projections, place, f"{n:,} tokens x {projections:,} B of q, k, v and their norms"
-            ),
-        ],
-    }

@@ -13,6 +13,7 @@ from typing import Any
 
 from megaspan.plan.cost import Memory, memory
 from megaspan.plan.facts import ModelFacts
+from megaspan.plan.keep import KeepPolicy
 from megaspan.plan.parts import Settings
 from megaspan.plan.search import LONGEST, largest
 
@@ -61,15 +62,23 @@ def turns(facts: ModelFacts, s: Settings) -> tuple[Turn, ...]:
     ]
     if s.gpu:
         moving: dict[str, Any] = {"checkpoint": True, "offload": True}
-        if s.keep_on_device == facts.layers:
-            moving["keep_on_device"] = 0
+        if s.policy(facts.layers).places == {"device"}:
+            moving["keep"] = None
         do = "gradient_checkpointing_kwargs: {offload: true}"
-        still = {"offload": False, "keep_on_device": 0, "keep_outputs": 0}
+        inputs = KeepPolicy.everything(facts.layers, "device", outputs=False)
+        still = {"offload": False, "keep": inputs, "stream_back": False}
         table.append(("offload", s.offload, moving, still, do, "copies beside the computation"))
     if not s.adapter:
         half = {"compute_bytes": 2, "masters": False}
         full = {"compute_bytes": 2 if s.gpu else 4, "masters": s.gpu}
         table.append(("bf16 weights", pure, half, full, "dtype: bfloat16", "updates are rounded to bf16"))
+        small: dict[str, Any] = {"eight_bit": True}
+        table.append(("8-bit AdamW", s.eight_bit, small, {"eight_bit": False}, "optim: adamw_8bit", "moments of 8 bits"))
+        if s.rows == 1:
+            early = {"states": replace(s.states, gradients="update")}
+            late = {"states": replace(s.states, gradients="device" if s.states.gradients == "update" else s.states.gradients)}
+            on = s.states.gradients == "update"
+            table.append(("update in the backward", on, early, late, "max_grad_norm: 0", "gradients are not clipped"))
     rank = 16 * facts.layers * (2 * facts.hidden + facts.query_width + facts.kv_width)
     lora = {"adapter": s.adapter or rank, "adapter_inputs": s.adapter_inputs or 2 * facts.hidden}
     table.append(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
 
-Place = Literal["device", "host", "disk"]
+from megaspan.plan.keep import KeepPolicy, Place
+from megaspan.plan.states import StatePlan
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,17 @@ class Settings:
         compute_bytes: 2 for bf16, 4 for fp32.
         masters: fp32 masters beside bf16 weights, and fp32 gradients.
         checkpoint: little is kept of each layer between forward and backward.
-        offload: and that waits in host memory.
-        keep_on_device: except that of the last layers.
+        offload: and that may wait in host memory.
         chunked: the loss is taken in tiles.
         loss_tile: tokens of such a tile.
+        keep: what each layer keeps, and where; None for everything, on the host with `offload`.
         streamed: layers run in tiles, attention forward once.
         layer_tile: tokens of token-wise work in such a layer at once.
-        kv_heads_per_call: KV heads in one call of its attention's backward; None for all.
-        keep_outputs: last layers whose attention output is kept; the others run attention forward again.
+        kv_heads_per_call: KV heads that are projected and attended at once; None for all.
+        stream_back: what waits on the host comes back tile by tile, not whole a layer ahead.
+        states: where gradients and AdamW's states lie.
+        eight_bit: AdamW's moments have 8 bits.
+        rows: of one window: the gradients of several are summed.
         adapter: trained LoRA parameters; 0 trains all weights.
         adapter_inputs: input channels of the adapted projections of one layer.
     """
@@ -46,13 +49,16 @@ class Settings:
     masters: bool
     checkpoint: bool
     offload: bool
-    keep_on_device: int
     chunked: bool
     loss_tile: int
+    keep: KeepPolicy | None = None
     streamed: bool = False
     layer_tile: int = 16_384
     kv_heads_per_call: int | None = None
-    keep_outputs: int = 0
+    stream_back: bool = False
+    states: StatePlan = field(default_factory=StatePlan)
+    eight_bit: bool = False
+    rows: int = 1
     adapter: int = 0
     adapter_inputs: int = 0
 
@@ -60,6 +66,17 @@ class Settings:
     def place(self) -> Place:
         """Where tensors of the computation lie."""
         return "device" if self.gpu else "host"
+
+    @property
+    def streams(self) -> bool:
+        """Whether layers run in tiles now: without checkpointing every layer keeps all it computes."""
+        return self.streamed and self.checkpoint
+
+    def policy(self, layers: int) -> KeepPolicy:
+        """What each layer keeps."""
+        if self.keep is not None:
+            return self.keep
+        return KeepPolicy.everything(layers, "host" if self.offload else "device", outputs=self.streams)
 
     @property
     def gradient_bytes(self) -> int:

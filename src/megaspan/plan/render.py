@@ -24,16 +24,25 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
         "loss_tile_tokens": plan.loss_tile_tokens,
         "checkpoint": plan.checkpoint,
         "offload": plan.offload,
+        "keep": [asdict(layer) for layer in plan.keep.layers],
+        "keep_again": plan.keep.again,
+        "segments": [len(segment) for segment in plan.keep.segments],
         "keep_on_device": plan.keep_on_device,
+        "keep_outputs": plan.keep_outputs,
+        "kept": [dict(zip(("layers", "what", "bytes", "why"), row, strict=True)) for row in plan.kept],
         "streamed": plan.streamed,
         "layer_tile_tokens": plan.layer_tile_tokens,
         "kv_heads_per_call": plan.kv_heads_per_call,
-        "keep_outputs": plan.keep_outputs,
+        "stream_back": plan.stream_back,
+        "states": asdict(plan.states),
+        "summary": plan.summary,
         "fits": plan.fits,
         "device_bytes": plan.device_bytes,
         "device_limit": plan.device_limit,
         "host_bytes": plan.host_bytes,
         "host_limit": plan.host_limit,
+        "device_limit_from": plan.limits_from[0],
+        "host_limit_from": plan.limits_from[1],
         "longest_row": plan.longest_row,
         "parts": [asdict(part) for part in plan.parts],
         "moments": dict(plan.moments),
@@ -88,6 +97,11 @@ def render_plan(plan: Plan, width: int = 128) -> str:
     for name, size in plan.moments:
         moments.add_row(name, format_bytes(size))
     console.print(moments)
+    if plan.checkpoint:
+        kept = table("\nWhat is kept for the backward, the top layers first", "layers", "what", "size", "why")
+        for name, what, size, why in reversed(plan.kept):
+            kept.add_row(name, what, format_bytes(size), why)
+        console.print(kept)
     largest = plan.largest
     console.print(f"\nLargest single tensor: {largest.name}, {format_bytes(largest.bytes)} = {largest.formula}", soft_wrap=True)
     if plan.seconds.parts:
@@ -113,10 +127,11 @@ def render_plan(plan: Plan, width: int = 128) -> str:
 
 def answer_lines(plan: Plan) -> list[str]:
     """The answer: what is needed of what there is, whether it fits, the longest row, the next lever."""
-    lines = []
+    lines = [plan.summary]
+    device, host = plan.limits_from
     if plan.device_limit:
-        lines.append(f"device  {format_bytes(plan.device_bytes)} of {format_bytes(plan.device_limit)}")
-    lines.append(f"host    {format_bytes(plan.host_bytes)} of {format_bytes(plan.host_limit)}")
+        lines.append(f"device  {format_bytes(plan.device_bytes)} of {format_bytes(plan.device_limit)} ({device})")
+    lines.append(f"host    {format_bytes(plan.host_bytes)} of {format_bytes(plan.host_limit)} ({host})")
     longest = f"longest row with these settings: {format_tokens(plan.longest_row)} tokens" if plan.longest_row else ""
     lines.append(("fits; " if plan.fits else "DOES NOT FIT; ") + (longest or "no row fits with these settings"))
     lever = plan.next_lever

@@ -14,8 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megaspan.plan.facts import ModelFacts
+from megaspan.plan.keep import KeepPolicy, Place
 from megaspan.plan.layer import layer_bytes
 from megaspan.plan.parts import Settings
+from megaspan.plan.streamed import group_count, input_bytes, output_bytes
+from megaspan.plan.weights import link_bytes, moments
 
 # TFLOP/s forward and backward, by tokens.
 _RATES: dict[str, dict[int, tuple[float, float]]] = {
@@ -25,9 +28,17 @@ _RATES: dict[str, dict[int, tuple[float, float]]] = {
 }
 _DENSE = 790e12
 _BANDWIDTH = 4.3e12  # bytes a second of device memory
-_LINK = 53e9  # bytes a second to and from the host, each way
+_LINK = 53e9  # bytes a second to and from the host, each way, both directions busy: measured on an H200
+DISK = 2e9  # of a local NVMe disk; assumed here, measured before a run
 # Norms, rotary positions, activations and residuals: the remainder of measured steps, as passes over what a layer keeps.
+# Streamed layers have fused ones: steps of 32k, 65k and 131k tokens then took 3.77, 11.02 and 36.1 s (docs/log.md).
 _PASSES = 24
+_PASSES_STREAMED = 14
+# Seconds of one more call of attention: 2 KV heads a call against 8, measured at 32,768 and 131,072 tokens.
+_CALL = 0.5e-3
+_TILE_COST = {8_192: 1.05, 4_096: 1.2}  # of those passes: launches weigh more in small tiles
+_FORWARD_SHARE = 0.25  # of a step: attention's backward is 2.5 times its forward, and the rest is computed again
+_TILED_FETCH = 0.005
 
 
 @dataclass(frozen=True)
@@ -57,8 +68,17 @@ class Seconds:
         return sum(part.seconds for part in self.parts) if self.parts else None
 
 
+@dataclass(frozen=True)
+class _Work:
+    """What a step computes, as seconds of each kind, and where the copies beside it fall."""
+
+    parts: tuple[SecondsPart, ...]
+    copies: float
+    exposed: tuple[SecondsPart, ...]
+
+
 def step_seconds(facts: ModelFacts, s: Settings, device_name: str, kernel: str | None = None) -> Seconds:
-    """Predict one row's forward, backward and recomputation.
+    """Predict one row's forward, backward and recomputation, and the optimizer's pass.
 
     Args:
         facts: the model.
@@ -73,27 +93,43 @@ def step_seconds(facts: ModelFacts, s: Settings, device_name: str, kernel: str |
             (), f"unknown: rates were measured in bf16 for head size 128, not {8 * s.compute_bytes} bits and {facts.head_dim}"
         )
     chosen = kernel or ("flash-attn-4" if has_flash4() else "cuDNN")
-    forward, backward = _rate(chosen, s.tokens)
-    again = facts.layers - (s.keep_outputs if s.streamed else 0) if s.checkpoint else 0
-    runs = 2 if s.checkpoint else 1
+    work = _work(facts, s, chosen)
+    note = f"with {chosen} attention"
+    if work.copies:
+        note += f"; {work.copies:.1f} s of copies to and from the host run beside it"
+    return Seconds((*work.parts, *work.exposed), note)
+
+
+def relative_seconds(facts: ModelFacts, s: Settings) -> float:
+    """Seconds by which settings are compared, on whatever device: those of an H200."""
+    work = _work(facts, s, "flash-attn-4")
+    return sum(part.seconds for part in (*work.parts, *work.exposed))
+
+
+def _work(facts: ModelFacts, s: Settings, kernel: str) -> _Work:
+    forward, backward = _rate(kernel, s.tokens)
+    policy = s.policy(facts.layers)
     each = [_attention_flops(facts, layer, s.tokens) for layer in range(facts.layers)]
-    attention, twice = sum(each), sum(each[:again])
-    tiled = s.streamed and s.checkpoint and s.tokens > s.layer_tile
-    third = facts.hidden * (facts.query_width + 2 * facts.kv_width) if tiled else 0
-    dense = sum(facts.linear_parameters(layer) for layer in range(facts.layers))
-    products = runs + (1 if s.adapter else 2)
-    kept = sum(layer_bytes(facts, layer, s).kept for layer in range(facts.layers))
+    attention = sum(each)
+    again = [number for number, keep in enumerate(policy.layers) if keep.output is None] if s.checkpoint else []
+    twice = sum(each[number] for number in again)
+    tiled = s.streams and s.tokens > s.layer_tile
+    linear = [facts.linear_parameters(layer) for layer in range(facts.layers)]
+    dense, third = sum(linear), facts.layers * facts.hidden * (facts.query_width + 2 * facts.kv_width) if tiled else 0
+    products = (2 if s.checkpoint else 1) + (1 if s.adapter else 2)
+    kept = [layer_bytes(facts, layer, s).kept for layer in range(facts.layers)]
+    passes = (_PASSES_STREAMED if s.streams else _PASSES) * (_TILE_COST.get(s.layer_tile, 1.0) if tiled else 1.0)
     head = 3 - bool(s.adapter)
     parts = [
         SecondsPart(
             "attention forward",
             (attention + twice) / forward,
-            f"({attention:.3g} FLOP" + (f" + {again} layers again" if again else "") + f") / {forward / 1e12:.0f} TFLOP/s",
+            f"({attention:.3g} FLOP" + (f" + {len(again)} layers again" if again else "") + f") / {forward / 1e12:.0f} TFLOP/s",
         ),
         SecondsPart("attention backward", 2.5 * attention / backward, f"2.5 x {attention:.3g} / {backward / 1e12:.0f} TFLOP/s"),
         SecondsPart(
             "projections and MLP",
-            2 * (products * dense + facts.layers * third) * s.tokens / _DENSE,
+            2 * (products * dense + third) * s.tokens / _DENSE,
             f"2 x ({products} x {dense:.3g} weights"
             + (" + q, k, v again" if third else "")
             + f") x t / {_DENSE / 1e12:.0f} TFLOP/s",
@@ -105,22 +141,79 @@ def step_seconds(facts: ModelFacts, s: Settings, device_name: str, kernel: str |
         ),
         SecondsPart(
             "norms, rotary, activations",
-            _PASSES * kept * s.tokens / _BANDWIDTH,
-            f"{_PASSES} passes (fitted) x {kept:,} B x t / {_BANDWIDTH / 1e12} TB/s",
+            passes * sum(kept) * s.tokens / _BANDWIDTH,
+            f"{passes:.3g} passes (fitted) x {sum(kept):,} B x t / {_BANDWIDTH / 1e12} TB/s",
         ),
     ]
-    moved = facts.layers - s.keep_on_device if s.checkpoint and s.offload else 0
-    outputs = max(0, min(moved, s.keep_outputs - s.keep_on_device)) if s.streamed else 0
-    link = s.tokens * s.compute_bytes * (moved * facts.hidden + outputs * facts.query_width) / _LINK
-    total = sum(part.seconds for part in parts)
-    note = f"with {chosen} attention; optimizer step not counted"
-    if link * 2 > total:
-        parts.append(
-            SecondsPart("waiting for the host link", 2 * link - total, f"2 x {link:.1f} s of copies at 53 GB/s, not hidden")
+    parts += [
+        part for part in (_segments(facts, s, policy, linear, kept), _groups(facts, s), _update(facts, s)) if part.seconds
+    ]
+    return _Work(tuple(parts), *_copies(facts, s, policy, sum(part.seconds for part in parts)))
+
+
+def _segments(facts: ModelFacts, s: Settings, policy: KeepPolicy, linear: list[int], kept: list[int]) -> SecondsPart:
+    """Token-wise work of layers that run again so that a layer above gets its input; their attention is counted elsewhere."""
+    layers = [layer for segment in policy.segments for layer in segment[:-1]] if s.streams else []
+    products = sum(2 * linear[layer] * s.tokens / _DENSE for layer in layers)
+    passes = sum(_PASSES_STREAMED / 3 * kept[layer] * s.tokens / _BANDWIDTH for layer in layers)
+    return SecondsPart(
+        "layers run again", products + passes, f"{len(layers)} layers: products and a third of the passes; attention is above"
+    )
+
+
+def _groups(facts: ModelFacts, s: Settings) -> SecondsPart:
+    """What head groups cost: smaller launches, and the input read and normed once for each."""
+    extra = (group_count(facts, s) - 1) * facts.layers if s.streams else 0
+    norms = 2 * extra * 3 * s.tokens * facts.hidden * s.compute_bytes / _BANDWIDTH
+    formula = f"{extra} more calls x {1000 * _CALL:.2g} ms forward and backward, and the input's norm for each"
+    return SecondsPart("attention in head groups", 2 * extra * _CALL + norms, formula)
+
+
+def _update(facts: ModelFacts, s: Settings) -> SecondsPart:
+    """AdamW: everything read, most of it written; what lies on the host crosses the link, both ways at once."""
+    count = s.adapter or facts.parameters
+    states = moments(facts, s)[0] + (4 * count if s.masters else 0)
+    passes = (2 * states + 2 * count * s.compute_bytes + count * s.gradient_bytes) / _BANDWIDTH
+    _, crossing = link_bytes(facts, s)
+    if s.states.moments == "host" and s.states.gradients == "update":
+        return SecondsPart("optimizer", passes, "one pass, in the backward")
+    link = crossing / _LINK
+    where = f", {crossing / 1e9:.1f} GB over the link at 53 GB/s each way" if crossing else ""
+    return SecondsPart("optimizer", max(passes, link), f"one pass over {states / 1e9:.1f} GB of states{where}")
+
+
+def _copies(facts: ModelFacts, s: Settings, policy: KeepPolicy, computed: float) -> tuple[float, tuple[SecondsPart, ...]]:
+    """Seconds of copies, and those that the computation does not hide: of the forward and of the backward by themselves."""
+    if not s.checkpoint:
+        return 0.0, ()
+    x, out = input_bytes(facts, s), output_bytes(facts, s)
+
+    def size(place: Place) -> int:
+        inputs, outputs = policy.below[place][-1]
+        return inputs * x + outputs * out
+
+    stored = [policy.stored_again(segment) for segment in policy.segments] if policy.again == "host" else []
+    again = sum(inputs * x + outputs * out for inputs, outputs in stored)
+    away, gradients = size("host") + size("disk"), link_bytes(facts, s)[0]
+    states = link_bytes(facts, s)[1] if s.states.moments == "host" and s.states.gradients == "update" else 0
+    reads = away + again
+    if s.stream_back and s.streams:
+        # Tiles of x are read in each phase, and once for each head group; O twice.
+        inputs = sum(policy.below[place][-1][0] for place in ("host", "disk")) + sum(pair[0] for pair in stored)
+        reads = 2 * reads + inputs * x * group_count(facts, s)
+    forward, backward = computed * _FORWARD_SHARE, computed * (1 - _FORWARD_SHARE)
+    there, back = away / _LINK, max(reads + states, again + gradients + states) / _LINK
+    wait = max(0.0, there - forward) + max(0.0, back - backward)
+    exposed = [SecondsPart("waiting for the host link", wait, "copies at 53 GB/s that the computation does not hide")]
+    disk = size("disk") / DISK
+    if disk:
+        wait = max(0.0, disk - forward) + max(0.0, disk - backward)
+        exposed.append(SecondsPart("waiting for the disk", wait, f"{size('disk') / 1e9:.1f} GB at an assumed 2 GB/s each way"))
+    if s.stream_back and s.streams:
+        exposed.append(
+            SecondsPart("fetching by tiles", _TILED_FETCH * computed, f"{_TILED_FETCH:.1%}, assumed: not measured yet")
         )
-    elif moved:
-        note += f"; {2 * link:.1f} s of copies to and from the host hide behind it"
-    return Seconds(tuple(parts), note)
+    return there + back, tuple(part for part in exposed if part.seconds)
 
 
 def has_flash4() -> bool:

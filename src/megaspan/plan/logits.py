@@ -1,0 +1,64 @@
+"""Bytes of the loss, and of the tables that stay for the whole step.
+
+The logits of a row of 1,048,576 tokens and 151,936 words would be 319 GB in bf16; a tile of 2,048 tokens takes 1.2 GB,
+whatever the row.
+
+Letters: t tokens, n tokens of a tile, E hidden, V vocabulary, c bytes of the computation's type.
+"""
+
+from __future__ import annotations
+
+from megaspan.human import format_tokens
+from megaspan.plan.facts import ModelFacts
+from megaspan.plan.parts import Part, Settings
+
+NLL_BYTES = 20  # fp32 logits, their log-softmax kept for the backward, and three fp32 temporaries of the entropy
+
+
+def loss_tile(vocab: int) -> int:
+    """Tokens of logits held at once: 2,048, halved until a tile and its fp32 quarter take at most 1.25 GiB, not below 256."""
+    tile = 2048
+    while tile > 256 and vocab * (2 * tile + 8 * -(-tile // 4)) > 5 * 2**28:
+        tile //= 2
+    return tile
+
+
+def position_part(facts: ModelFacts, s: Settings) -> Part:
+    """Tables of cos and sin, token ids, labels and positions, which stay for the whole step."""
+    kinds = len(set(facts.layer_types)) if facts.model_type == "gemma3_text" else 1
+    each = 2 * kinds * facts.head_dim * s.compute_bytes + 32
+    return Part(
+        "cos, sin, ids, labels", s.tokens * each, s.place, f"t x ({2 * kinds} x {facts.head_dim} x {s.compute_bytes} + 32) B"
+    )
+
+
+def loss_parts(facts: ModelFacts, s: Settings) -> list[Part]:
+    """The loss: tile, gradient of the head's weight in fp32, gradient of the hidden states; or all logits."""
+    t, v, e, c, n = s.tokens, facts.vocab, facts.hidden, s.compute_bytes, s.loss_tile
+    parts = [Part("final norm, hidden states", t * e * (4 + 3 * c), s.place, f"t x E x {4 + 3 * c} B")]
+    if not s.chunked:
+        formula = f"t x V x {NLL_BYTES} B: {format_tokens(t)} x {v:,} (loss_type: nll)"
+        return [*parts, Part("all logits", t * v * NLL_BYTES, s.place, formula)]
+    n = min(n, t)
+    tile = n * v * c + 2 * -(-n // 4) * v * 4 + 3 * n * e * c
+    parts.append(Part("loss tile", tile, s.place, f"{n:,} x V x {c} B + 2 x {-(-n // 4):,} x V x 4 B, V = {v:,}"))
+    parts.append(Part("hidden gradient", t * (e * c + 24), s.place, f"t x (E x {c} + 24) B"))
+    if not s.adapter:
+        parts.append(Part("head gradient, fp32", v * e * 4, s.place, f"V x E x 4 B = {v:,} x {e:,} x 4"))
+    return parts
+
+
+def largest_allocation(facts: ModelFacts, s: Settings) -> Part:
+    """The largest single tensor on the device: what has to be found in one piece."""
+    t, c = s.tokens, s.compute_bytes
+    n = min(t, s.layer_tile) if s.streams else t
+    share = (s.kv_heads_per_call or facts.kv_heads) / facts.kv_heads if s.streams else 1
+    candidates = [
+        Part("one MLP tensor", n * max(facts.mlp_width, facts.active_mlp_width) * c, s.place, f"{n:,} tokens x F x {c} B"),
+        Part("queries of one call in fp32", round(t * share * facts.query_width * 4), s.place, f"t x {share:g} x Q x 4 B"),
+        Part("hidden states in fp32", t * facts.hidden * 4, s.place, "t x E x 4 B"),
+        Part("embedding or its gradient", facts.head_parameters * 4, s.place, "V x E x 4 B"),
+    ]
+    if not s.chunked:
+        candidates.append(Part("all logits in fp32", t * facts.vocab * 4, s.place, "t x V x 4 B"))
+    return max(candidates, key=lambda part: part.bytes)

@@ -1,0 +1,183 @@
+"""The sentences of a plan: what layers keep and why, where states lie, and all of it in one line.
+
+A plan that cannot say why it keeps a third of the outputs is not believed, and a user who is short of memory wants to know what
+the shortage costs: an output that is computed again is 13 s of a layer at a million tokens, an input 1.2 s.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megaspan.human import format_bytes, format_seconds, format_tokens
+from megaspan.plan.cost import Memory, memory
+from megaspan.plan.facts import ModelFacts
+from megaspan.plan.keep import KeepPolicy, LayerKeep, Place
+from megaspan.plan.parts import Settings
+from megaspan.plan.seconds import relative_seconds
+from megaspan.plan.streamed import input_bytes, output_bytes
+from megaspan.plan.weights import link_bytes, whole_gradients
+
+_WHERE: dict[Place, str] = {"device": "on the device", "host": "on the host", "disk": "on disk"}
+
+
+def where(place: Place) -> str:
+    """A place in words."""
+    return _WHERE[place]
+
+
+def layer_reasons(facts: ModelFacts, s: Settings, used: Memory) -> list[str]:
+    """Why tiles, head groups and the keep policy are what they are."""
+    reasons = []
+    if not s.streamed:
+        reasons.append("layers of this family are checkpointed whole: the streamed layer is not proven for them")
+    elif s.layer_tile < s.tokens:
+        reasons.append(f"layers run in tiles of {format_tokens(s.layer_tile)} tokens, attention over the whole row")
+    if s.streams and s.kv_heads_per_call:
+        reasons.append(
+            f"attention takes {s.kv_heads_per_call} of {facts.kv_heads} KV heads a call, with what they need of q, k, v, "
+            "gradients and sums: all of them at once have no room"
+        )
+    if s.streams and s.stream_back:
+        reasons.append("what waits on the host comes back tile by tile: whole rows a layer ahead have no room")
+    return reasons + _keep_reasons(facts, s, used)
+
+
+def _keep_reasons(facts: ModelFacts, s: Settings, used: Memory) -> list[str]:
+    reasons, policy = [], s.policy(facts.layers)
+    given_up = facts.layers - policy.outputs
+    if s.streams and given_up:
+        kept = f"{policy.outputs} of {facts.layers} layers keep" if policy.outputs else "no layer keeps"
+        reasons.append(f"{kept} attention's output, for want of room; where it is not kept, attention runs forward twice")
+    if s.streams and policy.runs_again:
+        reasons.append(
+            f"{len(policy.segments)} layers keep their input, in segments of {_lengths(policy)} layers from the bottom: the "
+            f"others' are computed again, {policy.runs_again} layers' token-wise work, and wait {where(policy.again)} then"
+        )
+    if "disk" in policy.places:
+        reasons.append(f"{format_bytes(used.disk_bytes)} wait on disk, of the lowest layers: they wait longest")
+    if not (s.offload and s.gpu):
+        return reasons
+    stay = policy.keep_on_device
+    if not any(place != "device" for place in policy.places):
+        reasons.append(
+            f"offload moves nothing: what all {facts.layers} layers keep fits where gradients "
+            f"({format_bytes(whole_gradients(facts, s))}) or others come later"
+            if not given_up
+            else "offload moves nothing: what is kept stays on the device"
+        )
+    elif stay:
+        everything = replace(s, keep=KeepPolicy.everything(facts.layers, "host", outputs=s.streams))
+        if used.device_bytes > memory(facts, everything).device_bytes:
+            away = format_bytes(memory(facts, everything).host_bytes)
+            reasons.append(
+                f"what the last {stay} layers keep stays on the device for want of host memory: all of it away would take "
+                f"{away} of host memory (host_memory says what there is)"
+            )
+        else:
+            reasons.append(f"what the last {stay} layers keep stays on the device: others need its place only later")
+    return reasons
+
+
+def state_reasons(facts: ModelFacts, s: Settings) -> list[str]:
+    """Why gradients and optimizer states lie where they do."""
+    reasons = []
+    beside, crossing = (size / 53e9 for size in link_bytes(facts, s))
+    if s.states.gradients == "update":
+        reasons.append(
+            "parameters are updated in the backward, gradients dropped at once: nothing is clipped, it costs nothing"
+        )
+    if s.states.gradients == "host" and s.gpu:
+        reasons.append(
+            f"gradients wait on the host for the norm of all of them ({beside:.2g} s of copies beside the backward): "
+            "on the device there is no room"
+        )
+    if s.states.moments == "host":
+        masters = "fp32 masters and moments" if s.masters else "moments"
+        reasons.append(f"AdamW's {masters} lie on the host and pass the device in pieces, {crossing:.2g} s each way")
+    if s.rows > 1 and not s.adapter:
+        reasons.append(f"gradients of a window's {s.rows} rows are summed: they are there in every moment but the first row's")
+    return reasons
+
+
+def _lengths(policy: KeepPolicy) -> str:
+    return ", ".join(str(len(segment)) for segment in policy.segments)
+
+
+def summary(facts: ModelFacts, s: Settings) -> str:
+    """What was chosen and why, in one sentence."""
+    policy, layers = s.policy(facts.layers), facts.layers
+    if not s.checkpoint:
+        return "every layer keeps all it computed: checkpointing is off"
+    places = " and ".join(where(place) for place in _WHERE if place in policy.places)
+    if not s.streams:
+        return f"all {layers} layers keep their input {places} and run whole again in the backward"
+    moved = {"host": "gradients wait on the host", "update": "updates happen in the backward", "device": ""}[s.states.gradients]
+    states = [moved] if moved else []
+    if s.states.moments == "host":
+        states.append("the optimizer's states lie on the host")
+    also = f"; {', '.join(states)}" if states else ""
+    if policy.outputs == layers and not policy.runs_again:
+        return f"every layer keeps its input and attention's output {places}: attention runs forward once{also}"
+    full = replace(s, keep=KeepPolicy.everything(layers, "host"))
+    more = format_seconds(max(0.0, relative_seconds(facts, s) - relative_seconds(facts, full)))
+    kept = f"{len(policy.segments)} inputs and {policy.outputs} attention outputs of {layers} layers are kept {places}"
+    return f"{kept}: there is no room for more, and the rest, again, takes {more}{also}"
+
+
+def keep_rows(facts: ModelFacts, s: Settings) -> list[tuple[str, str, int, str]]:
+    """The table of what is kept: layers, what, bytes, why; equal neighbours in one row, a segment's start with its rest."""
+    policy, x, out = s.policy(facts.layers), input_bytes(facts, s), output_bytes(facts, s)
+    rows = []
+    for group in _groups(policy):
+        layers = range(group[0].start, group[-1].stop)
+        kept = [policy.layers[layer] for layer in layers]
+        size = sum(x * (keep.input is not None) + out * (keep.output is not None) for keep in kept)
+        rows.append((_named(group), _what(kept, group), size, _why(kept, group, policy, s)))
+    return rows
+
+
+def _groups(policy: KeepPolicy) -> list[list[range]]:
+    """Neighbouring segments that keep the same."""
+
+    def same(segment: range) -> tuple[LayerKeep, ...]:
+        return tuple(policy.layers[layer] for layer in segment)
+
+    groups: list[list[range]] = []
+    for segment in policy.segments:
+        if groups and same(groups[-1][-1]) == same(segment):
+            groups[-1].append(segment)
+        else:
+            groups.append([segment])
+    return groups
+
+
+def _named(group: list[range]) -> str:
+    first, last = group[0].start + 1, group[-1].stop
+    name = f"layers {first}-{last}" if last > first else f"layer {first}"
+    return f"{name}, {len(group)} segments of {len(group[0])}" if len(group) > 1 and len(group[0]) > 1 else name
+
+
+def _what(kept: list[LayerKeep], group: list[range]) -> str:
+    start, length = kept[0], len(group[0])
+    assert start.input is not None
+    first = "input"
+    if length > 1:
+        first = f"input of layer {group[0].start + 1}" if len(group) == 1 else "input of the first of each"
+    words = [f"{first} {where(start.input)}"]
+    outputs = [keep.output for keep in kept[:length]]
+    for place in _WHERE:
+        if count := outputs.count(place):
+            name = "attention's output" if length == 1 else "1 attention output" if count == 1 else f"{count} attention outputs"
+            words.append(f"{name} {where(place)}")
+    return ", ".join(words) + (", the rest computed again" if length > 1 or None in outputs else "")
+
+
+def _why(kept: list[LayerKeep], group: list[range], policy: KeepPolicy, s: Settings) -> str:
+    if not s.streams:
+        return "checkpointed whole"
+    length = len(group[0])
+    if length > 1:
+        return f"run again once in the backward, waiting {where(policy.again)}"
+    if kept[0].output is None:
+        return "attention runs forward again in the backward"
+    return "nothing is computed twice but tiles"

@@ -1,0 +1,163 @@
+"""Bytes of a streamed layer at work: forward, the three phases of its backward, and its second run inside a segment.
+
+A streamed layer holds a few tensors of its row and one tile's or one head group's share of the rest. At a million tokens of an
+8B model, one KV head at a time and what waits on the host read tile by tile, that is 28 GiB where a whole layer takes 155. The
+phases are those of `layers/stream.py`:
+
+    forward      x, O, y, and one head group's q, k, v
+    P1, MLP      dx (in the memory of dy), dO, one tile's graph of the second half, weight gradients
+    P2, attention  dx, dO (dq takes its place), dk, dv, and one head group's q, k, v, their gradients and the kernel's fp32 sums
+    P3, projections  dx, dq, dk, dv, one tile's graph of the first half, weight gradients; O is gone
+    again        dx of the layers above, x, O, y, and one head group's q, k, v
+
+Of what the layer kept, x and O are there whole, and those of the layer below too, which come back one layer ahead; or, with
+`stream_back`, two tiles of each and two head groups of O. The parts here leave out what the keep policy leaves on the device.
+
+Letters: t tokens, n tokens of a tile, g a head group's share of the KV heads, E hidden, Q = heads x head size,
+K = KV heads x head size, c bytes of the computation's type.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megaspan.plan.facts import ModelFacts
+from megaspan.plan.layer import LayerBytes
+from megaspan.plan.parts import Part, Settings
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One moment of a layer's work.
+
+    Attributes:
+        name: MLP, attention or projections.
+        parts: what is there beside what is kept on the device.
+        uses_output: attention's output of this layer is still there.
+    """
+
+    name: str
+    parts: tuple[Part, ...]
+    uses_output: bool = True
+
+    @property
+    def bytes(self) -> int:
+        """Their sum."""
+        return sum(part.bytes for part in self.parts)
+
+
+def group_share(facts: ModelFacts, s: Settings) -> float:
+    """The share of the KV heads in one call."""
+    return (s.kv_heads_per_call or facts.kv_heads) / facts.kv_heads
+
+
+def group_count(facts: ModelFacts, s: Settings) -> int:
+    """Calls that all heads take."""
+    return -(-facts.kv_heads // (s.kv_heads_per_call or facts.kv_heads))
+
+
+def _heads(facts: ModelFacts, s: Settings) -> str:
+    return f"{s.kv_heads_per_call} of {facts.kv_heads} KV heads" if s.kv_heads_per_call else "all heads"
+
+
+def _group_part(facts: ModelFacts, s: Settings) -> Part:
+    """q, k, v of one head group."""
+    share, width = group_share(facts, s), facts.query_width + 2 * facts.kv_width
+    size = round(s.tokens * share * width * s.compute_bytes)
+    return Part("one layer: q, k, v", size, s.place, f"t x {share:g} x (Q + 2·K) x {s.compute_bytes} B, {_heads(facts, s)}")
+
+
+def forward_parts(facts: ModelFacts, s: Settings, *, again: bool = False) -> list[Part]:
+    """A layer's forward without gradients; `again` inside a backward, with the gradient that waits there."""
+    t, c, e, q = s.tokens, s.compute_bytes, facts.hidden, facts.query_width
+    rows = 3 if again else 2
+    name = "one layer again: input, output, gradient" if again else "one layer: input and output"
+    return [
+        Part(f"{name}, attention's output", t * c * (rows * e + q), s.place, f"t x {c}·({rows}·E + Q)"),
+        _group_part(facts, s),
+    ]
+
+
+def backward_phases(facts: ModelFacts, layer: LayerBytes, s: Settings, parameters: int) -> tuple[Phase, ...]:
+    """The three phases of a streamed layer's backward, without x and O (see `fetched_parts`).
+
+    A row that is no longer than a tile, with all heads in one call, keeps the graph of q, k, v over attention.
+
+    Args:
+        facts: the model.
+        layer: the whole layer's bytes, of which a tile takes its share.
+        s: the levers.
+        parameters: of the layer.
+    """
+    t, c, e, q, k = s.tokens, s.compute_bytes, facts.hidden, facts.query_width, facts.kv_width
+    n, place, qkv, share = min(s.layer_tile, t), s.place, q + 2 * k, group_share(facts, s)
+    tiles_once = n == t
+    graph_stays = tiles_once and share == 1
+    trained = parameters if not s.adapter else s.adapter // facts.layers
+    dx = Part("one layer: gradient of the row", t * c * e, place, f"t x {c}·E")
+    if tiles_once:
+        # A tile is the row: the gradient of its input is there beside that of its output.
+        dx = Part("one layer: gradients of the row", 2 * t * c * e, place, f"t x {c}·2·E of input and output")
+    d_out = Part("one layer: gradient of attention's output", t * c * q, place, f"t x {c}·Q, then that of q")
+    weights = Part(
+        "one layer: weight gradients",
+        trained * (c if tiles_once else 4 + c),
+        place,
+        f"{trained:,} x {c} B" if tiles_once else f"{trained:,} x (4 + {c}) B, summed over tiles in fp32",
+    )
+    mlp = layer.norms + layer.mlp + layer.mlp_backward + 2 * c * e
+    # Rotated q and k, v, what their norms keep, and gradients on the way back through them: in fp32 where there are norms.
+    norm_fp32, norm_type = facts.family.qk_norm_tensors if facts.qk_norm else (0, 0)
+    graph = layer.norms // 2 + (q + k) * (4 * norm_fp32 + c * norm_type)
+    projections = graph + qkv * c + q * (16 if facts.qk_norm else 2 * c)
+    sums = 4 if s.gpu else 0
+    each = 2 * c + sums
+    group = Part(
+        "one layer: q, k, v, gradients, sums",
+        round(t * qkv * share * each) + (t * graph if graph_stays else 0),
+        place,
+        f"t x {share:g} x (Q + 2·K) x ({2 * c} + {sums}), {_heads(facts, s)}; Q = {q:,}, K = {k:,}"
+        + (" + t x norms" if graph_stays else ""),
+    )
+    dkv = Part("one layer: gradients of k, v", t * c * 2 * k if share < 1 else 0, place, f"t x {c}·2·K of all heads")
+    return (
+        Phase(
+            "MLP", (dx, d_out, weights, Part("one tile: MLP", n * mlp, place, f"{n:,} tokens x (norms, {layer.formulas[1]})"))
+        ),
+        Phase("attention", (dx, d_out, weights, dkv, group)),
+        Phase(
+            "projections",
+            (
+                dx,
+                weights,
+                Part("one layer: gradients of q, k, v", t * qkv * c, place, f"t x {c}·(Q + 2·K)"),
+                Part(
+                    "one tile: projections",
+                    n * projections,
+                    place,
+                    f"{n:,} tokens x {projections:,} B of q, k, v and their norms",
+                ),
+            ),
+            uses_output=False,
+        ),
+    )
+
+
+def output_bytes(facts: ModelFacts, s: Settings) -> int:
+    """Attention's output and log-sum-exp of one layer; 0 where layers are not streamed."""
+    return s.tokens * (facts.query_width * s.compute_bytes + 4 * facts.heads) if s.streams else 0
+
+
+def input_bytes(facts: ModelFacts, s: Settings) -> int:
+    """One layer's input."""
+    return s.tokens * facts.hidden * s.compute_bytes
+
+
+def tile_bytes(facts: ModelFacts, s: Settings, phase: str) -> tuple[int, int]:
+    """With `stream_back`: bytes of x and of O that are on the device in a phase: two tiles, or two head groups of O."""
+    n = 2 * min(s.layer_tile, s.tokens)
+    x, out = input_bytes(facts, s), output_bytes(facts, s)
+    tiles = min(x, n * facts.hidden * s.compute_bytes), min(out, n * (facts.query_width * s.compute_bytes + 4 * facts.heads))
+    if phase == "projections":
+        return tiles[0], 0
+    return tiles[0], min(out, round(2 * group_share(facts, s) * out)) if phase == "attention" else tiles[1]

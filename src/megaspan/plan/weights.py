@@ -1,0 +1,107 @@
+"""Bytes of weights, gradients and the optimizer's states, wherever they lie.
+
+Bytes a trained parameter (`megaspan/optimizer`): 8 in pure bf16 (weight, gradient, two moments of 2), 18 with fp32 masters, 6
+with moments of 8 bits. On the device is what the plan of the states leaves there: moments on the host visit it in pieces, and
+gradients that wait on the host or are used up at once leave one layer's share.
+"""
+
+from __future__ import annotations
+
+from megaspan.plan.facts import ModelFacts
+from megaspan.plan.keep import Place
+from megaspan.plan.parts import Part, Settings
+from megaspan.plan.states import ON_THE_WAY_BYTES, PIECES_BYTES
+
+BLOCK = 256  # moments of 8 bits that share one fp32 scale
+
+
+def state_parts(facts: ModelFacts, s: Settings) -> list[Part]:
+    """Weights and, after the first step, what the optimizer keeps, on the device and on the host."""
+    count, c = facts.parameters, s.compute_bytes
+    parts = [Part("weights", count * c, s.place, f"{count:,} parameters x {c} B")]
+    there: Place = "host" if s.states.moments == "host" else s.place
+    pinned = ", pinned" if s.gpu and there == "host" else ""
+    trained = s.adapter or count
+    what = "adapter's " if s.adapter else ""
+    if s.adapter:
+        parts.append(Part("adapter", s.adapter * c, s.place, f"{s.adapter:,} LoRA parameters x {c} B"))
+    if s.masters:
+        parts.append(Part(f"{what}fp32 masters{pinned}", trained * 4, there, f"{trained:,} x 4 B"))
+    size, formula = moments(facts, s)
+    parts.append(Part(f"{what}AdamW moments{pinned}", size, there, formula))
+    return parts
+
+
+def moments(facts: ModelFacts, s: Settings) -> tuple[int, str]:
+    """Bytes of AdamW's two moments of every trained parameter, and the arithmetic."""
+    count = s.adapter or facts.parameters
+    if not s.eight_bit:
+        each = 4 if s.masters or s.compute_bytes == 4 else 2
+        return count * 2 * each, f"{count:,} x 2 x {each} B"
+    # Tables of embeddings keep moments of 32 bits, as in transformers.
+    table = 0 if s.adapter else facts.head_parameters
+    small = count - table
+    formula = f"{small:,} x 2 x (1 + 4/{BLOCK}) B" + (f" + {table:,} x 8 B of the embedding" if table else "")
+    return small * 2 + 2 * 4 * -(-small // BLOCK) + table * 8, formula
+
+
+def whole_gradients(facts: ModelFacts, s: Settings) -> int:
+    """Bytes of the gradients of everything that is trained."""
+    return (s.adapter or facts.parameters) * s.gradient_bytes
+
+
+def gradient_part(facts: ModelFacts, s: Settings, layers_done: int) -> Part:
+    """Gradients on the device when the backward has passed the last `layers_done` layers, and the head.
+
+    A window of several rows has the sum of the earlier ones there all the time.
+    """
+    each = s.gradient_bytes
+    if s.states.gradients == "update" or (s.states.gradients == "host" and s.gpu):
+        return _passing(facts, s, layers_done)
+    whole = layers_done == facts.layers or s.rows > 1
+    if s.adapter:
+        count = s.adapter if whole else s.adapter * layers_done // facts.layers
+    elif whole:
+        count = facts.parameters
+    else:
+        count = facts.head_parameters + sum(facts.layer_parameters[facts.layers - layers_done :])
+    return Part("gradients", count * each, s.place, f"{count:,} x {each} B, of layers done and the head")
+
+
+def _passing(facts: ModelFacts, s: Settings, layers_done: int) -> Part:
+    """Gradients that are not collected on the device: those on their way, and a tied table's, which waits for its second."""
+    each = s.gradient_bytes
+    largest = max(facts.layer_parameters) if not s.adapter else s.adapter // facts.layers
+    waiting = facts.head_parameters if (facts.tied or layers_done == 0) and not s.adapter else 0
+    size = min(largest * each, ON_THE_WAY_BYTES) if s.states.gradients == "host" else largest * each
+    table = f" + {waiting:,} x {each} B of the head's table" if waiting else ""
+    return Part("gradients on their way", size + waiting * each, s.place, f"one layer's: {largest:,} x {each} B{table}")
+
+
+def update_part(facts: ModelFacts, s: Settings) -> Part:
+    """What an update needs beside states and gradients: nothing when fused, pieces of what lies on the host."""
+    if s.states.moments == "host":
+        size, _ = moments(facts, s)
+        each = (4 if s.masters else 0) + size / (s.adapter or facts.parameters) + s.gradient_bytes
+        return Part("pieces of the optimizer's states", round(PIECES_BYTES * each), s.place, f"3 x 16 Mi x {each:.3g} B")
+    if s.states.gradients == "host" and s.gpu:
+        each = s.gradient_bytes
+        return Part("pieces of gradients", PIECES_BYTES * each, s.place, f"3 x 16 Mi x {each} B")
+    # The loop, which a CPU runs, makes some copies of the largest parameter.
+    loop = 0 if s.gpu else 4 * 4 * (facts.head_parameters if not s.adapter else 0)
+    return Part("update of one parameter", loop, s.place, "4 copies of V x E in fp32")
+
+
+def host_gradients(facts: ModelFacts, s: Settings) -> Part:
+    """Gradients that wait on the host for the norm of all of them; of no bytes where they do not."""
+    size = whole_gradients(facts, s) if s.states.gradients == "host" and s.gpu else 0
+    return Part("gradients, pinned", size, "host", f"{s.adapter or facts.parameters:,} x {s.gradient_bytes} B")
+
+
+def link_bytes(facts: ModelFacts, s: Settings) -> tuple[int, int]:
+    """Bytes of states that cross the link in a step: beside the backward (gradients), and each way in the optimizer's pass."""
+    gradients = host_gradients(facts, s).bytes
+    if s.states.moments != "host":
+        return gradients, gradients
+    count = s.adapter or facts.parameters
+    return gradients, moments(facts, s)[0] + (4 * count if s.masters else 0) + gradients
