@@ -146,6 +146,12 @@ def test_states_move_only_where_nothing_fits_otherwise() -> None:
     assert several.states.gradients == "device"
     assert any("4 rows are summed" in reason for reason in several.reasons)
     assert plan(memory_limit="25GiB", use_peft=True).states == StatePlan()
+    assert plan(offload_optimizer=True).states == StatePlan("device", "host")
+    asked = plan(memory_limit="25GiB", offload_optimizer=False)
+    assert asked.states.moments == "device"
+    assert not asked.fits
+    assert asked.next_lever is not None
+    assert (asked.next_lever.do, asked.suffices) == ("offload_optimizer: true", True)
 
 
 def test_an_update_in_the_backward_is_left_out_where_it_lowers_no_peak() -> None:
@@ -164,7 +170,7 @@ def test_the_order_of_state_plans(asked: bool | None) -> None:
     moments = {None: ("device", "host"), True: ("host",), False: ("device",)}[asked]
     assert plans() == [(gradients, there) for there in moments for gradients in ("device", "host")]
     assert plans(clips=False) == [("update", there) for there in moments]
-    assert plans(clips=False, rows=2) == plans()
+    assert plans(clips=False, rows=2) == plans(rows=2) == [("device", there) for there in moments]
     assert plans(gpu=False) == [("device", "device")]
     assert plans(adapter=True) == [("device", "host" if asked else "device")]
 

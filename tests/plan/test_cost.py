@@ -20,6 +20,7 @@ from megaspan.plan.logits import largest_allocation, loss_parts, loss_tile
 from megaspan.plan.parts import Settings
 from megaspan.plan.states import StatePlan
 from megaspan.plan.streamed import backward_phases, input_bytes, output_bytes, tile_bytes
+from megaspan.plan.weights import state_parts
 from tests.plan.live import Live
 
 PURE = Settings(
@@ -218,6 +219,23 @@ def test_states_by_precision() -> None:
     table = facts.head_parameters
     small = states(eight_bit=True) - 4 * count - 8 * table
     assert small == pytest.approx((2 + 8 / 256) * (count - table), rel=1e-6), "tables of embeddings keep 32 bits"
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_8bit"])
+@pytest.mark.parametrize("dtype", ["bfloat16", None])
+def test_the_optimizer_keeps_what_the_plan_says(optim: str, dtype: str | None) -> None:
+    from megaspan.config import SFTConfig
+    from megaspan.optimizer import Optimizer
+
+    if optim == "adamw_8bit":
+        pytest.importorskip("bitsandbytes")
+    sizes = TINY | {"vocab_size": 512, "tie_word_embeddings": True}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **sizes), dtype=torch.bfloat16)
+    config = SFTConfig(max_length=8, optim=optim, dtype=dtype, bf16=True)
+    facts = ModelFacts.from_config(model.config.to_dict())
+    s = replace(PURE, masters=dtype is None, eight_bit=optim == "adamw_8bit")
+    planned = sum(part.bytes for part in state_parts(facts, s)[1:])
+    assert planned == pytest.approx(Optimizer(model, config, 10).state_bytes, rel=0.01), "norms below 4,096 have 32 bits"
 
 
 def test_states_that_move_leave_the_device_and_reach_the_host() -> None:

@@ -210,18 +210,15 @@ def choose(
 
 def allowed_states(config: SFTConfig, s: Settings) -> tuple[StatePlan, ...]:
     """Where the model's states may lie by the options, the cheapest first."""
-    asked = getattr(config, "offload_optimizer", None)
-    clips = config.max_grad_norm > 0
-    found = state_plans(gpu=s.gpu, clips=clips, rows=s.rows, adapter=bool(s.adapter), offload_optimizer=asked)
-    return tuple(found)
+    asked, clips = config.offload_optimizer, config.max_grad_norm > 0
+    return tuple(state_plans(gpu=s.gpu, clips=clips, rows=s.rows, adapter=bool(s.adapter), offload_optimizer=asked))
 
 
 def _disk_room(config: SFTConfig) -> int:
     """Free bytes of the disk that may hold what layers keep; 0 without such a folder."""
-    folder = getattr(config, "offload_folder", None)
-    if folder is None:
+    if config.offload_folder is None:
         return 0
-    path = Path(folder).expanduser().resolve()
+    path = Path(config.offload_folder).expanduser().resolve()
     while not path.exists():
         path = path.parent
     return shutil.disk_usage(path).free
@@ -248,7 +245,7 @@ def _settings(config: SFTConfig, facts: ModelFacts, tokens: int, gpu: bool) -> S
         chunked=config.loss_type != "nll",
         loss_tile=loss_tile(facts.vocab),
         streamed=config.gradient_checkpointing and facts.family.streamed,
-        eight_bit=str(config.optim) == "adamw_8bit",
+        eight_bit=config.optim == "adamw_8bit",
         rows=config.per_device_train_batch_size * config.gradient_accumulation_steps,
         adapter=adapter,
         adapter_inputs=inputs,

@@ -72,6 +72,11 @@ def turns(facts: ModelFacts, s: Settings) -> tuple[Turn, ...]:
         half = {"compute_bytes": 2, "masters": False}
         full = {"compute_bytes": 2 if s.gpu else 4, "masters": s.gpu}
         table.append(("bf16 weights", pure, half, full, "dtype: bfloat16", "updates are rounded to bf16"))
+        if s.gpu:
+            away = {"states": replace(s.states, moments="host")}
+            here = {"states": replace(s.states, moments="device")}
+            on = s.states.moments == "host"
+            table.append(("optimizer on the host", on, away, here, "offload_optimizer: true", "copies once a step"))
         small: dict[str, Any] = {"eight_bit": True}
         table.append(("8-bit AdamW", s.eight_bit, small, {"eight_bit": False}, "optim: adamw_8bit", "moments of 8 bits"))
         if s.rows == 1:

@@ -43,14 +43,14 @@ def state_plans(*, gpu: bool, clips: bool, rows: int, adapter: bool, offload_opt
     Args:
         gpu: the step runs on a GPU; elsewhere everything is in host memory and nothing can be moved.
         clips: the gradient norm is needed before any update.
-        rows: of one window. Of several, gradients are summed until the last one, so "update" frees nothing.
+        rows: of one window. Of several, gradients are summed on the device until the last one, so moving them frees nothing.
         adapter: only an adapter is trained: its states are small.
         offload_optimizer: the option; None moves moments only where the step does not fit otherwise.
     """
     gradients: list[Gradients] = ["device"]
-    if not clips and rows == 1:
+    if rows == 1 and not clips:
         gradients = ["update"]  # it costs nothing and never needs more
-    elif gpu and not adapter:
+    elif rows == 1 and gpu and not adapter:
         gradients.append("host")  # 16 bits a parameter over the link; moments are 32 or more each way
     moments: list[Moments] = ["host"] if offload_optimizer and gpu else ["device"]
     if offload_optimizer is None and gpu and not adapter:

@@ -56,7 +56,7 @@ def gradient_part(facts: ModelFacts, s: Settings, layers_done: int) -> Part:
     A window of several rows has the sum of the earlier ones there all the time.
     """
     each = s.gradient_bytes
-    if s.states.gradients == "update" or (s.states.gradients == "host" and s.gpu):
+    if s.rows == 1 and (s.states.gradients == "update" or (s.states.gradients == "host" and s.gpu)):
         return _passing(facts, s, layers_done)
     whole = layers_done == facts.layers or s.rows > 1
     if s.adapter:
