@@ -16,6 +16,14 @@ def visible(queries: int, keys: int, window: int | None) -> Tensor:
     return seen
 
 
+def visible_in_segments(segments: list[tuple[int, int]], causal: bool, window: int | None) -> Tensor:
+    """The same for (queries, keys) of segments that lie side by side."""
+    blocks = [visible(t, s, window) if causal else torch.ones(t, s, dtype=torch.bool) for t, s in segments]
+    seen = torch.block_diag(*(block.double() for block in blocks)).bool()
+    assert seen.any(1).all(), "a query without a visible key"
+    return seen
+
+
 def dense(
     q: Tensor,
     k: Tensor,
@@ -24,13 +32,15 @@ def dense(
     window: int | None = None,
     softcap: float | None = None,
     sink: Tensor | None = None,
+    seen: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output [t, H, D] and log-sum-exp [H, t]."""
+    """Output [t, H, D] and log-sum-exp [H, t]; `seen` [t, s] says which keys each query sees, a causal suffix by default."""
     share = q.shape[1] // k.shape[1]
     scores = torch.einsum("thd,shd->hts", q, k.repeat_interleave(share, 1)) * scale
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~visible(q.shape[0], k.shape[0], window), float("-inf"))
+    seen = visible(q.shape[0], k.shape[0], window) if seen is None else seen
+    scores = scores.masked_fill(~seen, float("-inf"))
     if sink is not None:
         scores = torch.cat([scores, sink[:, None, None].expand(-1, q.shape[0], 1)], -1)
     weights = torch.softmax(scores, -1)[..., : k.shape[0]]

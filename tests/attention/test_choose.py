@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 import types
+from dataclasses import replace
 from importlib.machinery import ModuleSpec
+from typing import ClassVar
 
 import pytest
 import torch
@@ -54,6 +56,15 @@ def _cudnn_there(monkeypatch):
         ({"capability": (12, 0)}, "cuDNN"),
         ({"capability": (7, 5)}, "tiled matrix products"),
         ({"capability": (8, 0), "deterministic": True}, "FlashAttention 2"),
+        ({"segments": 2}, "FlashAttention 4"),
+        ({"segments": 10_000, "window": 128, "queries": 512}, "FlashAttention 4"),
+        ({"segments": 1, "causal": False}, "FlashAttention 4"),
+        ({"segments": 2, "head_dim": 80}, "FlashAttention 2"),
+        ({"segments": 2, "capability": (8, 0)}, "FlashAttention 2"),
+        ({"segments": 1, "causal": False, "capability": (8, 0)}, "FlashAttention 2"),
+        ({"segments": 1000, "deterministic": True}, "FlashAttention 4"),
+        ({"segments": 2000, "deterministic": True}, "FlashAttention 2"),
+        ({"segments": 70_000, "head_dim": 80}, "tiled matrix products"),
     ],
 )
 def test_the_first_proven_kernel_is_taken(changes, name):
@@ -89,6 +100,9 @@ def test_a_missing_package_is_named_with_its_command():
         ({"softcap": 5.0}, "tiled matrix products"),
         ({"queries": 1}, "tiled matrix products"),
         ({"sinks": True}, "CPU flash"),
+        ({"segments": 1000}, "CPU flash"),
+        ({"segments": 3, "window": 63}, "tiled matrix products"),
+        ({"segments": 3, "queries": 32}, "tiled matrix products"),
     ],
 )
 def test_on_the_cpu(options, name):
@@ -114,12 +128,68 @@ def test_the_proof_measures_and_passes_over_a_wrong_kernel():
 
     case = Case("cpu", (0, 0), torch.bfloat16, 32, 4096, 4096, window=512, softcap=4.0)
     assert prove(TiledMath(), case, torch.device("cpu")) < 1e-2
+    assert prove(TiledMath(), replace(case, segments=2), torch.device("cpu")) < 1e-2
     assert prove(Wrong(), case, torch.device("cpu")) > 2e-2
     choice, kernels = choose_proven(case, False, torch.device("cpu"), (Wrong(), TiledMath()))
     assert choose_for(case, kernels=kernels).name == "tiled matrix products"  # also later, when layers choose for themselves
     assert choice.name == "tiled matrix products"
     assert "wrong computed wrong values on this machine" in (choice.loud or "")
     assert "measured error against fp32" in choice.reason
+
+
+def test_the_reason_names_variable_lengths():
+    assert "variable lengths" in choose_for(_case(segments=2)).reason
+    assert "variable lengths" not in choose_for(H200).reason
+
+
+@pytest.mark.parametrize(
+    ("what", "changes"),
+    [
+        ("documents of one token", {}),
+        ("more than 256 segments", {"share": 1}),
+        ("suffixes", {"share": 4}),
+        ("keys that no query sees", {"window": 512}),
+        ("the window", {"window": 512}),
+        ("full segments", {"causal": False}),
+    ],
+)
+def test_the_proof_finds_what_is_wrong_with_variable_lengths_only(what, changes):
+    class Wrong(Kernel):
+        name = "wrong"
+        shares: ClassVar = set()
+
+        def refusal(self, case):
+            return None
+
+        def forward(self, q, k, v, scoring, segments=None):
+            self.shares.add(q.shape[1] // k.shape[1])
+            window = scoring.window
+            out, lse = TiledMath().forward(q, k, v, scoring, segments)
+            for t, s in segments.ranges() if segments is not None else ():
+                queries, keys = t.stop - t.start, s.stop - s.start
+                alone = what == "documents of one token" and queries == keys == 1
+                if alone or (what == "more than 256 segments" and len(segments) > 256):
+                    out[t] = 0
+                if (what == "suffixes" and keys > queries) or (what == "full segments" and not segments.causal):
+                    out[t] = TiledMath().forward(q[t], k[s][:queries], v[s][:queries], scoring)[0]
+                if what == "the window" and window:
+                    out[t] = TiledMath().forward(q[t], k[s], v[s], replace(scoring, window=window + 20))[0]
+            return out, lse
+
+        def backward(self, d_out, q, k, v, out, lse, scoring, segments=None):
+            dq, dk, dv = TiledMath().backward(d_out, q, k, v, out, lse, scoring, segments)
+            for t, s in segments.ranges() if segments is not None and what == "keys that no query sees" else ():
+                unseen = s.stop - s.start - (t.stop - t.start) - scoring.window + 1
+                dk[s.start : s.start + max(unseen, 0)] = 1
+            return dq, dk, dv
+
+    case = Case("cpu", (0, 0), torch.float32, 32, 4096, 4096, **changes)
+    cpu = torch.device("cpu")
+    assert not case.plain or prove(Wrong(), case, cpu) < 1e-6
+    case = replace(case, segments=2)
+    assert prove(Wrong(), case, cpu) > 2e-2
+    assert Wrong.shares == {case.share or 2}
+    assert choose_proven(case, False, cpu, (Wrong(), TiledMath()))[0].name == "tiled matrix products"
 
 
 def test_every_kernel_has_a_name_and_the_last_takes_all():

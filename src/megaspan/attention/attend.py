@@ -2,7 +2,8 @@
 
 Keeping `out` and `lse` (8.6 GB and 0.13 GB a layer at 1,048,576 tokens of 32 heads of 128, movable to the host) is what
 lets a training step run attention forward once instead of twice: at a million tokens a quarter of the whole step. A call
-whose tensors are larger than the kernel has been proven with is split by heads.
+whose tensors are larger than the kernel has been proven with is split by heads. Documents of a packed row, and the pieces of
+documents that a rank of many holds, are segments of one call.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from megaspan.attention.choose import KERNELS, case_of, choose_for
 from megaspan.attention.kernel import Kernel, Scoring
+from megaspan.attention.segments import Segments
 from megaspan.attention.sinks import apply_sinks, sink_gradient
 from megaspan.human import UserError
 
@@ -28,6 +30,7 @@ def attend(
     window: int | None = None,
     softcap: float | None = None,
     sink_H: Tensor | None = None,
+    segments: Segments | None = None,
     kernel: Kernel | None = None,
 ) -> Tensor:
     """Causal attention, differentiable in q, k, v and the sinks.
@@ -40,6 +43,7 @@ def attend(
         window: keys a query sees including itself; None or 0 for all.
         softcap: scores become `softcap * tanh(score / softcap)`; None or 0 for none.
         sink_H: one sink logit per query head.
+        segments: attentions side by side in q, k and v, `Segments.documents(lengths, device)` for a packed row; None for one.
         kernel: what computes it; None chooses the fastest proven one.
 
     Returns:
@@ -48,27 +52,35 @@ def attend(
     Raises:
         UserError: shapes that are no causal attention.
     """
-    kernel, scoring = settle(q_tHD, k_sGD, v_sGD, Scoring(scale, window, softcap), kernel)
-    return attend_with(kernel, q_tHD, k_sGD, v_sGD, sink_H, scoring)
+    kernel, scoring = settle(q_tHD, k_sGD, v_sGD, Scoring(scale, window, softcap), kernel, segments=segments)
+    return attend_with(kernel, q_tHD, k_sGD, v_sGD, sink_H, scoring, segments)
 
 
-def attend_with(kernel: Kernel, q_tHD: Tensor, k_sGD: Tensor, v_sGD: Tensor, sink_H: Tensor | None, scoring: Scoring) -> Tensor:
+def attend_with(
+    kernel: Kernel,
+    q_tHD: Tensor,
+    k_sGD: Tensor,
+    v_sGD: Tensor,
+    sink_H: Tensor | None,
+    scoring: Scoring,
+    segments: Segments | None = None,
+) -> Tensor:
     """`attend` with what `settle` settled."""
-    return _Attend.apply(q_tHD, k_sGD, v_sGD, sink_H, scoring, kernel)
+    return _Attend.apply(q_tHD, k_sGD, v_sGD, sink_H, scoring, kernel, segments)
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *options: Any) -> Tensor:
-        ctx.scoring, ctx.kernel = options
-        out, lse = forward_with(ctx.kernel, q, k, v, sink, ctx.scoring)
+        ctx.scoring, ctx.kernel, ctx.segments = options
+        out, lse = forward_with(ctx.kernel, q, k, v, sink, ctx.scoring, ctx.segments)
         ctx.save_for_backward(q, k, v, out, lse, sink)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         q, k, v, out, lse, sink = ctx.saved_tensors
-        return (*backward_with(ctx.kernel, grads[0], q, k, v, out, lse, sink, ctx.scoring), None, None)
+        return (*backward_with(ctx.kernel, grads[0], q, k, v, out, lse, sink, ctx.scoring, ctx.segments), None, None, None)
 
 
 def attend_forward(
@@ -80,11 +92,12 @@ def attend_forward(
     window: int | None = None,
     softcap: float | None = None,
     sink_H: Tensor | None = None,
+    segments: Segments | None = None,
     kernel: Kernel | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`attend` without autograd: the output [t, H, D] and its log-sum-exp [H, t], sinks included."""
-    kernel, scoring = settle(q_tHD, k_sGD, v_sGD, Scoring(scale, window, softcap), kernel)
-    return forward_with(kernel, q_tHD, k_sGD, v_sGD, sink_H, scoring)
+    kernel, scoring = settle(q_tHD, k_sGD, v_sGD, Scoring(scale, window, softcap), kernel, segments=segments)
+    return forward_with(kernel, q_tHD, k_sGD, v_sGD, sink_H, scoring, segments)
 
 
 def attend_backward(
@@ -99,23 +112,32 @@ def attend_backward(
     window: int | None = None,
     softcap: float | None = None,
     sink_H: Tensor | None = None,
+    segments: Segments | None = None,
     kernel: Kernel | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of q, k, v and the sinks (None without sinks) from what `attend_forward` returned."""
-    kernel, scoring = settle(q_tHD, k_sGD, v_sGD, Scoring(scale, window, softcap), kernel)
-    return backward_with(kernel, d_out_tHD, q_tHD, k_sGD, v_sGD, out_tHD, lse_Ht, sink_H, scoring)
+    kernel, scoring = settle(q_tHD, k_sGD, v_sGD, Scoring(scale, window, softcap), kernel, segments=segments)
+    return backward_with(kernel, d_out_tHD, q_tHD, k_sGD, v_sGD, out_tHD, lse_Ht, sink_H, scoring, segments)
 
 
 def forward_with(
-    kernel: Kernel, q_tHD: Tensor, k_sGD: Tensor, v_sGD: Tensor, sink_H: Tensor | None, scoring: Scoring
+    kernel: Kernel,
+    q_tHD: Tensor,
+    k_sGD: Tensor,
+    v_sGD: Tensor,
+    sink_H: Tensor | None,
+    scoring: Scoring,
+    segments: Segments | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`attend_forward` with what `settle` settled."""
-    splits = _splits(kernel, q_tHD, k_sGD)
+    segments = _needed(segments)
+    splits = _splits(kernel, q_tHD, k_sGD, segments)
     if len(splits) == 1:
-        out, lse = kernel.forward(q_tHD, k_sGD, v_sGD, scoring)
+        out, lse = kernel.forward(q_tHD, k_sGD, v_sGD, scoring, segments)
     else:
         parts = [
-            (heads, kernel.forward(q_tHD[:, heads], k_sGD[:, groups], v_sGD[:, groups], scoring)) for heads, groups in splits
+            (heads, kernel.forward(q_tHD[:, heads], k_sGD[:, groups], v_sGD[:, groups], scoring, segments))
+            for heads, groups in splits
         ]
         out, lse = q_tHD.new_empty(*q_tHD.shape[:2], v_sGD.shape[2]), torch.cat([part[1] for _, part in parts])
         for heads, part in parts:
@@ -133,12 +155,14 @@ def backward_with(
     lse_Ht: Tensor,
     sink_H: Tensor | None,
     scoring: Scoring,
+    segments: Segments | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """`attend_backward` with what `settle` settled."""
     d_sink = None if sink_H is None else sink_gradient(d_out_tHD, out_tHD, lse_Ht, sink_H)
-    splits = _splits(kernel, q_tHD, k_sGD)
+    segments = _needed(segments)
+    splits = _splits(kernel, q_tHD, k_sGD, segments)
     if len(splits) == 1:
-        return (*kernel.backward(d_out_tHD, q_tHD, k_sGD, v_sGD, out_tHD, lse_Ht, scoring), d_sink)
+        return (*kernel.backward(d_out_tHD, q_tHD, k_sGD, v_sGD, out_tHD, lse_Ht, scoring, segments), d_sink)
     dq = torch.empty_like(q_tHD)
     # Query heads of one KV head in several calls: their key gradients are summed in fp32, not in bf16.
     shared = len({groups.start for _, groups in splits}) < len(splits)
@@ -146,7 +170,7 @@ def backward_with(
     for heads, groups in splits:
         q, d_out, out = q_tHD[:, heads], d_out_tHD[:, heads], out_tHD[:, heads]
         dq[:, heads], dk_part, dv_part = kernel.backward(
-            d_out, q, k_sGD[:, groups], v_sGD[:, groups], out, lse_Ht[heads], scoring
+            d_out, q, k_sGD[:, groups], v_sGD[:, groups], out, lse_Ht[heads], scoring, segments
         )
         dk[:, groups] += dk_part
         dv[:, groups] += dv_part
@@ -179,8 +203,13 @@ def head_splits(
         yield slice(first, first + step), slice(first // share, first // share + 1)
 
 
-def _splits(kernel: Kernel, q: Tensor, k: Tensor) -> list[tuple[slice, slice]]:
-    return list(head_splits(q.shape[0], k.shape[0], q.shape[1], k.shape[1], q.shape[2], kernel.max_elements))
+def _needed(segments: Segments | None) -> Segments | None:
+    """None where one causal attention is all there is: every kernel takes that, and proven longest."""
+    return None if segments is None or segments.plain else segments
+
+
+def _splits(kernel: Kernel, q: Tensor, k: Tensor, segments: Segments | None) -> list[tuple[slice, slice]]:
+    return list(head_splits(q.shape[0], k.shape[0], q.shape[1], k.shape[1], q.shape[2], kernel.limit(segments)))
 
 
 def settle(
@@ -190,11 +219,12 @@ def settle(
     scoring: Scoring,
     kernel: Kernel | None = None,
     kernels: tuple[Kernel, ...] = KERNELS,
+    segments: Segments | None = None,
 ) -> tuple[Kernel, Scoring]:
     """Checks the shapes, brings window and soft cap to normal form, and chooses among `kernels` when no kernel is given.
 
     Raises:
-        UserError: no causal grouped-query attention, or a kernel that refuses the case.
+        UserError: no causal grouped-query attention, segments of other tensors, or a kernel that refuses the case.
     """
     if not (q.ndim == k.ndim == v.ndim == 3) or k.shape != v.shape or q.shape[2] != k.shape[2] or q.shape[1] % k.shape[1]:
         raise UserError(
@@ -202,11 +232,29 @@ def settle(
             got=f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}",
             allowed="[t, H, D], [s, G, D], [s, G, D] with G dividing H and one head size",
         )
-    if q.shape[0] > k.shape[0] or q.shape[0] == 0:
-        raise UserError("the queries must be the last tokens of the keys", got=f"{q.shape[0]} queries, {k.shape[0]} keys")
+    t, s = q.shape[0], k.shape[0]
+    if segments is not None:
+        _check_segments(segments, q, k, scoring)
+    elif t > s or t == 0:
+        raise UserError("the queries must be the last tokens of the keys", got=f"{t} queries, {s} keys")
     if not (q.dtype == k.dtype == v.dtype):
         raise UserError("q, k and v must have one dtype", got=f"{q.dtype}, {k.dtype}, {v.dtype}")
-    case = case_of(q.device, q.dtype, q.shape[2], scoring.window, scoring.softcap, q.shape[0], k.shape[0])
+    longest, count, causal = (s, 1, True) if segments is None else (segments.most_keys, len(segments), segments.causal)
+    window = scoring.window if scoring.window and scoring.window < longest else None
+    case = case_of(q.device, q.dtype, q.shape[2], window, scoring.softcap, t, s, count, causal)
     if kernel is not None and (refusal := kernel.refusal(case)) is not None:
         raise UserError(f"{kernel.name} {refusal.reason}", do="Leave the choice of the kernel open")
     return kernel or choose_for(case, kernels=kernels).kernel, Scoring(scoring.scale, case.window, case.softcap)
+
+
+def _check_segments(segments: Segments, q: Tensor, k: Tensor, scoring: Scoring) -> None:
+    found, wanted = (q.shape[0], k.shape[0]), (segments.queries, segments.keys)
+    if found != wanted:
+        raise UserError(
+            "these segments are those of another row",
+            got=f"{wanted[0]:,} queries and {wanted[1]:,} keys in the segments, {found[0]:,} and {found[1]:,} in q and k",
+        )
+    if segments.query_starts.device != q.device:
+        raise UserError("segments must be where q is", got=f"{segments.query_starts.device}, q on {q.device}")
+    if scoring.window and not segments.causal:
+        raise UserError("a window belongs to causal attention", got=f"window {scoring.window} on segments that see all keys")

@@ -54,6 +54,7 @@ def choose_kernel(
     tokens: int = 2**20,
     *,
     queries: int | None = None,
+    segments: int = 1,
     kernels: tuple[Kernel, ...] = KERNELS,
 ) -> KernelChoice:
     """The fastest kernel proven for this case on this machine.
@@ -67,9 +68,11 @@ def choose_kernel(
         sinks: whether the layer has attention sinks. Every kernel takes them: they only rescale its output (`sinks.py`).
         tokens: keys.
         queries: query tokens, the suffix of the keys; all of them by default.
+        segments: documents of a row, 2 for some; 1 for a row that is one document.
         kernels: candidates, fastest first.
     """
-    return choose_for(case_of(device, dtype, head_dim, window, softcap, queries or tokens, tokens), sinks, kernels)
+    case = case_of(device, dtype, head_dim, window, softcap, queries or tokens, tokens, segments)
+    return choose_for(case, sinks, kernels)
 
 
 def case_of(
@@ -80,13 +83,17 @@ def case_of(
     softcap: float | None,
     queries: int,
     keys: int,
+    segments: int = 1,
+    causal: bool = True,
+    share: int | None = None,
 ) -> Case:
     """A case in its normal form: a window that hides nothing and a soft cap of 0 are None."""
     device = torch.device(device)
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     window = window if window and window < keys else None
     deterministic = torch.are_deterministic_algorithms_enabled()
-    return Case(device.type, capability, dtype, head_dim, queries, keys, window, softcap or None, deterministic)
+    kind = window, softcap or None, deterministic, segments, causal, share
+    return Case(device.type, capability, dtype, head_dim, queries, keys, *kind)
 
 
 def choose_for(case: Case, sinks: bool = False, kernels: tuple[Kernel, ...] = KERNELS) -> KernelChoice:
@@ -105,6 +112,7 @@ def _reason(case: Case, sinks: bool, refused: list[tuple[Kernel, Refusal]]) -> s
     wants += [f"window {case.window:,}"] if case.window else []
     wants += [f"soft cap {case.softcap:g}"] if case.softcap else []
     wants += ["sinks"] if sinks else []
+    wants += [] if case.plain else ["variable lengths"]
     passed_over = [f"{kernel.name} {refusal.reason}" for kernel, refusal in refused if refusal.machine_could]
     return f"fastest proven for {', '.join(wants)} on {case.device}" + "".join(f"; {text}" for text in passed_over)
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megaspan.attention.kernel import Case, Kernel, Refusal, Scoring, half_precision
+from megaspan.attention.segments import Segments
 
 _MULTIPLE = 128
 
@@ -36,14 +37,19 @@ class CuDNN(Kernel):
             return Refusal(f"is not proven right at head size {case.head_dim}", True)
         if case.window is not None or case.softcap is not None:
             return Refusal("has no sliding windows and no soft cap", True)
+        if not case.plain:
+            return Refusal("takes one causal row a call", True)
         if not case.square:
             return Refusal("aligns a suffix of queries with the first keys", True)
         if case.deterministic:
             return Refusal("does not promise bit-equal gradients", True)
         return None
 
-    def forward(self, q_tHD: Tensor, k_sGD: Tensor, v_sGD: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q_tHD: Tensor, k_sGD: Tensor, v_sGD: Tensor, scoring: Scoring, segments: Segments | None = None
+    ) -> tuple[Tensor, Tensor]:
         """See `Kernel.forward`."""
+        assert segments is None
         tokens, heads, _ = q_tHD.shape
         q, k, v = (_pad(x) for x in (q_tHD, k_sGD, v_sGD))
         result = torch.ops.aten._scaled_dot_product_cudnn_attention(
@@ -60,8 +66,10 @@ class CuDNN(Kernel):
         out_tHD: Tensor,
         lse_Ht: Tensor,
         scoring: Scoring,
+        segments: Segments | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Kernel.backward`."""
+        assert segments is None
         tokens = q_tHD.shape[0]
         d_out, q, k, v, out = (_to_kernel(_pad(x)) for x in (d_out_tHD, q_tHD, k_sGD, v_sGD, out_tHD))
         length = q.shape[2]

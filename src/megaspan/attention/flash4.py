@@ -2,7 +2,13 @@
 
 716/661 TFLOP/s forward/backward at 32,768 tokens on an H200 (32/8 heads of 128), against 659/549 for cuDNN. Measured
 against fp32 on the H200: right for causal rows, suffixes, windows, soft caps, and past 2**31 elements, at head sizes 64,
-96, 128, 192 and 256. Its backward is wrong at head size 80 without a word, so only these sizes are taken.
+96, 128, 192 and 256; for documents of variable lengths at 128, with one-token documents and windows. Its backward is wrong at
+head size 80 without a word, so only these sizes are taken.
+
+Of variable lengths we read in `interface.py` of 4.0.0b36: the log-sum-exp is [heads, all queries]; causal ranges and windows
+align at the end of each segment's keys; each segment begins a tile of its own in the backward's fp32 sums (64 queries, 128 keys
+at head size 128 on Hopper: 8 % more of them at 1,048,576 tokens in 1,000 documents). More than 256 segments run code of their
+own, and so does one query head a KV head: `proof.py` tries both.
 """
 
 from __future__ import annotations
@@ -14,13 +20,16 @@ import torch
 from torch import Tensor
 
 from megaspan.attention.kernel import Case, Kernel, Refusal, Scoring, half_precision
+from megaspan.attention.segments import Segments
 
 PROVEN_HEAD_SIZES = (64, 96, 128, 192, 256)
+# In a fixed order the backward keeps a counter for each segment and tile of the longest one: 64 KiB a head at a million tokens.
+_MOST_SEGMENTS_IN_ORDER = 1024
 
 
 @final
 class Flash4(Kernel):
-    """`flash_attn.cute.interface`, dense calls, GQA unexpanded."""
+    """`flash_attn.cute.interface`, GQA unexpanded; a row alone goes as a batch of one, segments as variable lengths."""
 
     name = "FlashAttention 4"
 
@@ -31,6 +40,10 @@ class Flash4(Kernel):
         except ImportError:  # a broken `flash_attn` of another generation
             return False
 
+    def limit(self, segments: Segments | None) -> int | None:
+        """Rows alone are proven past 2**31 elements; in variable lengths offsets of segments are counted in other code."""
+        return self.max_elements if segments is None else 2**31 - 1
+
     def refusal(self, case: Case) -> Refusal | None:
         """Hopper or Blackwell data-centre GPUs, half precision, proven head sizes, package installed."""
         if case.device != "cuda" or case.capability[0] not in (9, 10):
@@ -39,15 +52,22 @@ class Flash4(Kernel):
             return Refusal(f"computes in bf16 or fp16, not {_name(case.dtype)}", True)
         if case.head_dim not in PROVEN_HEAD_SIZES:
             return Refusal(f"is not proven right at head size {case.head_dim} (proven: {PROVEN_HEAD_SIZES})", True)
+        if case.deterministic and case.segments > _MOST_SEGMENTS_IN_ORDER:
+            return Refusal(f"takes {_MOST_SEGMENTS_IN_ORDER:,} segments in a fixed order, not {case.segments:,}", True)
         if not self.installed():
             return Refusal("is not installed: pip install 'megaspan[flash]'", True)
         return None
 
-    def forward(self, q_tHD: Tensor, k_sGD: Tensor, v_sGD: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q_tHD: Tensor, k_sGD: Tensor, v_sGD: Tensor, scoring: Scoring, segments: Segments | None = None
+    ) -> tuple[Tensor, Tensor]:
         """See `Kernel.forward`."""
         from flash_attn.cute.interface import _flash_attn_fwd
 
-        options = _options(scoring)
+        options = _options(scoring, segments)
+        if segments is not None:
+            result = _flash_attn_fwd(q_tHD, k_sGD, v_sGD, return_lse=True, **options)
+            return result[0], result[1]
         result = _flash_attn_fwd(q_tHD[None], k_sGD[None], v_sGD[None], return_lse=True, **options)
         return result[0][0], result[1][0]
 
@@ -60,29 +80,38 @@ class Flash4(Kernel):
         out_tHD: Tensor,
         lse_Ht: Tensor,
         scoring: Scoring,
+        segments: Segments | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Kernel.backward`."""
         from flash_attn.cute.interface import _flash_attn_bwd
 
-        options = _options(scoring)
+        options = _options(scoring, segments)
         if torch.are_deterministic_algorithms_enabled():
             options["deterministic"] = True
         # Contiguous gradients and log-sum-exp: a head slice of a larger tensor is neither.
-        grads = _flash_attn_bwd(
-            q_tHD[None], k_sGD[None], v_sGD[None], out_tHD[None], d_out_tHD[None], lse_Ht.contiguous()[None], **options
-        )
+        lse_Ht = lse_Ht.contiguous()
+        if segments is not None:
+            grads = _flash_attn_bwd(q_tHD, k_sGD, v_sGD, out_tHD, d_out_tHD, lse_Ht, **options)
+            return grads[0], grads[1], grads[2]
+        grads = _flash_attn_bwd(q_tHD[None], k_sGD[None], v_sGD[None], out_tHD[None], d_out_tHD[None], lse_Ht[None], **options)
         return grads[0][0], grads[1][0], grads[2][0]
 
 
-def _options(scoring: Scoring) -> dict[str, Any]:
+def _options(scoring: Scoring, segments: Segments | None) -> dict[str, Any]:
     # The kernel's window counts keys to the left of the token, ours counts the token too; a window call is not flagged causal.
     options: dict[str, Any] = {"softmax_scale": scoring.scale}
     options |= (
-        {"causal": True}
+        {"causal": segments is None or segments.causal}
         if scoring.window is None
         else {"causal": False, "window_size_left": scoring.window - 1, "window_size_right": 0}
     )
-    return options | ({"softcap": scoring.softcap} if scoring.softcap else {})
+    options |= {"softcap": scoring.softcap} if scoring.softcap else {}
+    if segments is not None:
+        options |= {
+            "cu_seqlens_q": segments.query_starts, "max_seqlen_q": segments.most_queries,
+            "cu_seqlens_k": segments.key_starts, "max_seqlen_k": segments.most_keys,
+        }  # fmt: skip
+    return options
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -8,7 +8,7 @@ takes the first that does not.
 Layout everywhere in this package: `q_tHD` [tokens, query heads, head size], `k_sGD`/`v_sGD` [keys, KV heads, head size],
 the queries being the last `t` of the `s` tokens; `lse_Ht` [query heads, tokens] is the natural logarithm of the softmax
 denominator, in fp32 (fp64 for fp64 inputs). A window of W means W keys including the token itself (transformers'
-`sliding_window`).
+`sliding_window`). With `Segments`, q, k and v hold many attentions side by side; without, they are one causal attention.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from megaspan.attention.segments import Segments
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,9 @@ class Case:
         window: keys a query sees including itself, None for all.
         softcap: scores become `softcap * tanh(score / softcap)`, None for plain scores.
         deterministic: bit-equal repetition is asked for (`full_determinism`).
+        segments: attentions side by side in one call; 1 for an ordinary call, 2 or more where variable lengths are wanted.
+        causal: whether a query sees only what is not after it. False is for calls with segments.
+        share: query heads of one KV head, None where it is not known: kernels have code of their own for one.
     """
 
     device: str
@@ -46,11 +51,19 @@ class Case:
     window: int | None = None
     softcap: float | None = None
     deterministic: bool = False
+    segments: int = 1
+    causal: bool = True
+    share: int | None = None
 
     @property
     def square(self) -> bool:
-        """Whether every key has its query: a whole row, no prefix that was seen before."""
+        """Whether every key has its query: whole rows or documents, no prefix that was seen before."""
         return self.queries == self.keys
+
+    @property
+    def plain(self) -> bool:
+        """Whether a kernel without variable lengths will do: one causal attention."""
+        return self.segments == 1 and self.causal
 
 
 @dataclass(frozen=True)
@@ -81,7 +94,10 @@ class Refusal(NamedTuple):
 
 
 class Kernel(ABC):
-    """Causal attention that returns its log-sum-exp, and its backward from the kept output and log-sum-exp."""
+    """Causal attention that returns its log-sum-exp, and its backward from the kept output and log-sum-exp.
+
+    Calls with one causal segment arrive without segments (`attend.py`).
+    """
 
     name: str
     # Elements of the largest tensor this kernel has been proven with in one call; larger calls are split by heads.
@@ -91,12 +107,18 @@ class Kernel(ABC):
         """Whether the code that the kernel runs is on this machine."""
         return True
 
+    def limit(self, segments: Segments | None) -> int | None:
+        """Elements of the largest tensor of one call, None for any number."""
+        return self.max_elements
+
     @abstractmethod
     def refusal(self, case: Case) -> Refusal | None:
         """None when the kernel is proven for the case, else why not."""
 
     @abstractmethod
-    def forward(self, q_tHD: Tensor, k_sGD: Tensor, v_sGD: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q_tHD: Tensor, k_sGD: Tensor, v_sGD: Tensor, scoring: Scoring, segments: Segments | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Output [t, H, D] in q's dtype and log-sum-exp [H, t]."""
 
     @abstractmethod
@@ -109,6 +131,7 @@ class Kernel(ABC):
         out_tHD: Tensor,
         lse_Ht: Tensor,
         scoring: Scoring,
+        segments: Segments | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of q, k and v in their shapes and dtypes, from the kept output and log-sum-exp.
 

@@ -28,6 +28,7 @@ from megaspan.attention.cudnn import CuDNN
 from megaspan.attention.flash2 import Flash2
 from megaspan.attention.flash4 import Flash4
 from megaspan.attention.kernel import Case, Kernel, Refusal, Scoring
+from megaspan.attention.segments import Segments
 from megaspan.attention.tiled import TiledMath
 
 # Bytes a second that a host link reaches at least; 53e9 was measured on an H200.
@@ -48,9 +49,13 @@ class Pause:
     backward: float
     cycles: float
 
-    def seconds(self, q_tHD: Tensor, k_sGD: Tensor, scoring: Scoring, backward: bool) -> float:
+    def seconds(
+        self, q_tHD: Tensor, k_sGD: Tensor, scoring: Scoring, backward: bool, segments: Segments | None = None
+    ) -> float:
         """Seconds of a call, cut at what its share of a layer's input and output takes over a slow link: twice its queries."""
-        operations = 4.0 * q_tHD.shape[1] * q_tHD.shape[2] * visible_pairs(q_tHD.shape[0], k_sGD.shape[0], scoring.window)
+        t, s = q_tHD.shape[0], k_sGD.shape[0]
+        pairs = visible_pairs(t, s, scoring.window) if segments is None else segments.visible_pairs(scoring.window)
+        operations = 4.0 * q_tHD.shape[1] * q_tHD.shape[2] * pairs
         seconds = 2.5 * operations / self.backward if backward else operations / self.forward
         return min(seconds, 2 * q_tHD.nbytes / _SLOW_LINK)
 
@@ -78,17 +83,23 @@ class StandIn(Kernel):
         """As the real kernel."""
         return self.real.installed()
 
+    def limit(self, segments: Segments | None) -> int | None:
+        """As the real kernel."""
+        return self.real.limit(segments)
+
     def refusal(self, case: Case) -> Refusal | None:
         """As the real kernel."""
         return self.real.refusal(case)
 
-    def forward(self, q_tHD: Tensor, k_sGD: Tensor, v_sGD: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q_tHD: Tensor, k_sGD: Tensor, v_sGD: Tensor, scoring: Scoring, segments: Segments | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Zeros in the place of output and log-sum-exp, see `Kernel.forward`."""
         self.calls[0] += 1
         t, heads, size = q_tHD.shape
-        scratch = [q_tHD.new_empty(shape, dtype=dtype) for shape, dtype in self._scratch(q_tHD, k_sGD, scoring, False)]
+        scratch = [q_tHD.new_empty(shape, dtype=dtype) for shape, dtype in self._scratch(q_tHD, k_sGD, segments, False)]
         out, lse = q_tHD.new_zeros(t, heads, size), q_tHD.new_zeros(heads, t, dtype=_sum_dtype(q_tHD))
-        self._wait(q_tHD, k_sGD, scoring, False)
+        self._wait(q_tHD, k_sGD, scoring, False, segments)
         del scratch
         return out, lse
 
@@ -101,27 +112,28 @@ class StandIn(Kernel):
         out_tHD: Tensor,
         lse_Ht: Tensor,
         scoring: Scoring,
+        segments: Segments | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Zeros in the place of the three gradients, see `Kernel.backward`."""
         self.calls[1] += 1
         lse = lse_Ht.contiguous()  # as every real kernel asks for it
-        scratch = [q_tHD.new_empty(shape, dtype=dtype) for shape, dtype in self._scratch(q_tHD, k_sGD, scoring, True)]
+        scratch = [q_tHD.new_empty(shape, dtype=dtype) for shape, dtype in self._scratch(q_tHD, k_sGD, segments, True)]
         dq, dk, dv = (torch.zeros_like(x) for x in (q_tHD, k_sGD, v_sGD))
-        self._wait(q_tHD, k_sGD, scoring, True)
+        self._wait(q_tHD, k_sGD, scoring, True, segments)
         del scratch, lse
         return dq, dk, dv
 
-    def _scratch(self, q: Tensor, k: Tensor, scoring: Scoring, backward: bool) -> list[Shape]:
+    def _scratch(self, q: Tensor, k: Tensor, segments: Segments | None, backward: bool) -> list[Shape]:
         capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else (0, 0)
         processors = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 0
         deterministic = torch.are_deterministic_algorithms_enabled()
         sizes = q.shape[0], k.shape[0], q.shape[1], k.shape[1], q.shape[2]
-        call = Call(*sizes, q.dtype, capability[0], processors, deterministic)
+        call = Call(*sizes, q.dtype, capability[0], processors, deterministic, len(segments) if segments is not None else 0)
         return scratch_of(self.real, call, backward)
 
-    def _wait(self, q_tHD: Tensor, k_sGD: Tensor, scoring: Scoring, backward: bool) -> None:
+    def _wait(self, q_tHD: Tensor, k_sGD: Tensor, scoring: Scoring, backward: bool, segments: Segments | None) -> None:
         if self.pause is not None and q_tHD.is_cuda:
-            seconds = self.pause.seconds(q_tHD, k_sGD, scoring, backward)
+            seconds = self.pause.seconds(q_tHD, k_sGD, scoring, backward, segments)
             torch.cuda._sleep(int(seconds * self.pause.cycles))
             self.paused += seconds
 
@@ -187,6 +199,7 @@ class Call:
         major: first number of the device's compute capability, 0 on a CPU.
         processors: the device's multiprocessors, 0 on a CPU.
         deterministic: sums in a fixed order.
+        segments: segments of a call of variable lengths: each begins a tile of its own in the sums. 0 for other calls.
     """
 
     t: int
@@ -198,6 +211,7 @@ class Call:
     major: int
     processors: int = 0
     deterministic: bool = False
+    segments: int = 0
 
 
 def scratch_of(kernel: Kernel, call: Call, backward: bool) -> list[Shape]:
@@ -210,13 +224,13 @@ def _flash4(call: Call, backward: bool) -> list[Shape]:
     if not backward:
         return []
     rows, columns, multiple = _flash4_tile(call)
-    t, s, size = _up(call.t, rows), _up(call.s, columns), _up(call.size, multiple)
+    t, size = _up(call.t + call.segments * rows, rows), _up(call.size, multiple)
     # Dot products of output and gradient, and the log-sum-exp to base 2.
     shapes: list[Shape] = [((call.heads, t), torch.float32)] * 2
     if call.major == 10 and call.size == 256:  # a kernel of its own, without sums in memory
         return shapes
-    if call.major == 10 and call.size >= 128:  # two thread blocks share a tile
-        s = _up(s, 2 * columns)
+    tile = 2 * columns if call.major == 10 and call.size >= 128 else columns  # two thread blocks share a tile
+    s = _up(call.s + call.segments * tile, tile)
     shapes.append(((call.heads, t * size), torch.float32))
     shared = call.heads > call.groups
     if shared:
@@ -241,7 +255,7 @@ def _flash4_tile(call: Call) -> tuple[int, int, int]:
 def _flash2(call: Call, backward: bool) -> list[Shape]:
     if not backward:
         return []
-    t, size = call.t + 128, _up(call.size, 32 if call.size <= 128 else 64)
+    t, size = call.t + 128 * max(1, call.segments), _up(call.size, 32 if call.size <= 128 else 64)
     # In a fixed order every group of processors sums dq in a tensor of its own.
     sums = -(-call.processors // call.heads) if call.deterministic else 1
     shapes: list[Shape] = [((call.heads, t), torch.float32), ((sums, t, call.heads, size), torch.float32)]

@@ -1,0 +1,111 @@
+"""Segments: many attentions side by side in one kernel call, each over its own queries and keys.
+
+A packed row of 1,048,576 tokens may hold 10,000 documents, and 10,000 launches a layer and head group would take longer than
+their arithmetic. Kernels of variable length take all of them in one call, given where each one's queries and keys begin (what
+flash-attn calls `cu_seqlens`). The same call serves the pieces of cut documents on many GPUs (`slices.py`), where a segment has
+more keys than queries. The numbers lie on the host, where loops and checks read them without waiting for the device, and on
+the device, where kernels read them; both are made once a row and used in every layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from megaspan.attention.mask import Mask
+
+Lengths = Sequence[int] | npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Segments:
+    """Query ranges and their key ranges; each covers its tensor from end to end, in the same order.
+
+    Attributes:
+        query_lengths: queries of each segment.
+        key_lengths: keys of each segment.
+        causal: the queries are the last tokens of their keys and see what is not after them; else they see all their keys.
+        query_starts: first query of each segment and the end, [segments + 1] int32 on the device of the tensors.
+        key_starts: first key of each segment and the end, likewise.
+    """
+
+    query_lengths: tuple[int, ...]
+    key_lengths: tuple[int, ...]
+    causal: bool
+    query_starts: Tensor
+    key_starts: Tensor
+
+    @staticmethod
+    def of(queries: Lengths, keys: Lengths, device: torch.device | str, causal: bool = True) -> Segments:
+        """Segments with these numbers of queries and keys.
+
+        Args:
+            queries: queries of each segment.
+            keys: keys of each segment.
+            device: where q, k and v lie. The copy waits for the device: make segments once a row, not in a layer.
+            causal: the queries are the last tokens of their keys.
+
+        Raises:
+            ValueError: a segment without queries or keys, or with a query that sees no key; more tokens than 32 bits count.
+        """
+        t, s = (tuple(int(length) for length in lengths) for lengths in (queries, keys))
+        if not t or len(t) != len(s):
+            raise ValueError(f"{len(t)} ranges of queries, {len(s)} of keys: there must be as many of both, and one at least")
+        if min(t) < 1 or min(s) < 1:
+            raise ValueError("a segment has at least one query and one key")
+        if causal and any(many > few for many, few in zip(t, s, strict=True)):
+            raise ValueError("a causal segment with more queries than keys: its first queries would see no key")
+        if max(sum(t), sum(s)) >= 2**31:
+            raise ValueError(f"{max(sum(t), sum(s)):,} tokens in one call: kernels count them in 32 bits")
+        starts = (torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device) for lengths in (t, s))
+        return Segments(t, s, causal, *starts)
+
+    @staticmethod
+    def documents(lengths: Lengths, device: torch.device | str) -> Segments:
+        """The documents of a packed row, each causal in itself. See `of`."""
+        return Segments.of(lengths, lengths, device)
+
+    def __len__(self) -> int:
+        return len(self.query_lengths)
+
+    @cached_property
+    def queries(self) -> int:
+        """Queries of all segments."""
+        return sum(self.query_lengths)
+
+    @cached_property
+    def keys(self) -> int:
+        """Keys of all segments."""
+        return sum(self.key_lengths)
+
+    @cached_property
+    def most_queries(self) -> int:
+        """Queries of the segment that has most of them: `max_seqlen_q`."""
+        return max(self.query_lengths)
+
+    @cached_property
+    def most_keys(self) -> int:
+        """Keys of the segment that has most of them: `max_seqlen_k`."""
+        return max(self.key_lengths)
+
+    @property
+    def plain(self) -> bool:
+        """Whether a call without segments does: there is one, and it is causal."""
+        return self.causal and len(self) == 1
+
+    def ranges(self) -> Iterator[tuple[slice, slice]]:
+        """Queries and keys of each segment, in the tensors."""
+        starts = (pairwise(accumulate(lengths, initial=0)) for lengths in (self.query_lengths, self.key_lengths))
+        return ((slice(*t), slice(*s)) for t, s in zip(*starts, strict=True))
+
+    def visible_pairs(self, window: int | None = None) -> int:
+        """Pairs of a query and a key that it sees, exact: what a call's arithmetic is proportional to."""
+        t, s = np.array(self.query_lengths, np.int64), np.array(self.key_lengths, np.int64)
+        return int(Mask(window).visible_pairs(s - t, s).sum() if self.causal else (t * s).sum())
