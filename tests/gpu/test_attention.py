@@ -141,13 +141,17 @@ def stream(model, kernels=None, **options):
     """megaspan's attention by the given kernels, and streamed layers."""
     from megaspan.layers.stream import LayerPlan
     from megaspan.layers.streamed import Streaming
+    from megaspan.plan.keep import KeepPolicy
 
     choice = install_attention(model, prove=kernels is None)
     if kernels is not None:
         for layer in model.model.layers:
             layer.self_attn.megaspan_kernels = kernels
     plan = LayerPlan(**{name: options.pop(name) for name in list(options) if name in LayerPlan.__dataclass_fields__})
-    streaming = Streaming(plan, **options)
+    keep = options.pop("keep", None)
+    if options.pop("offload", False):
+        keep = KeepPolicy.everything(len(model.model.layers), "host")
+    streaming = Streaming(plan, keep, **options)
     assert streaming.install(model) == [None] * len(model.model.layers)
     return choice, streaming
 
@@ -178,6 +182,26 @@ def test_bf16_at_32k_is_as_near_to_fp32_as_plain_bf16(kernel, group, at_32k):
     print(json.dumps({"kernel": kernel.name, "distance / plain bf16's": round(ours_apart / plain_apart, 3), "worst": worst}))
     assert ours_apart <= 1.5 * plain_apart
     assert worst[0] <= 1
+
+
+@pytest.mark.parametrize("again", ["device", "host"])
+def test_segments_and_tiles_read_back_at_32k_are_as_near_to_fp32(again, at_32k):
+    """P1 on the GPU with the memory tiers: a segment runs again, attention's outputs too, one KV head at a time."""
+    from megaspan.plan.keep import KeepPolicy, LayerKeep
+
+    ids, model, want, plain = at_32k
+    ours = copy.deepcopy(model)
+    keep = KeepPolicy((LayerKeep("host", None), LayerKeep(None, None)), again)
+    _, streaming = stream(ours, tile_tokens=5000, kv_heads_per_call=1, stream_back=True, keep=keep)
+    got = gradients_of(ours, ids)
+    ours_apart, plain_apart = (sum(float((x[n] - want[n]).square().sum()) for n in want) ** 0.5 for x in (got, plain))
+    print(
+        json.dumps(
+            {"again": again, "distance / plain bf16's": round(ours_apart / plain_apart, 3), "reused": str(streaming.stats())}
+        )
+    )
+    assert ours_apart <= 1.5 * plain_apart
+    assert streaming.stats().reused == 2
 
 
 def measure(model, tokens, steps=3, warm=1):

@@ -24,6 +24,10 @@ class Event:
     stream: Stream
     position: int
 
+    def synchronize(self) -> None:
+        if self.stream.name != "compute":
+            self.stream.run_to(self.position)
+
 
 @dataclass
 class Stream:

@@ -185,6 +185,9 @@ def test_evaluation_builds_no_graph() -> None:
         output = model(**batch(LENGTH))
     assert not output.loss.requires_grad
     assert float(output.loss) == pytest.approx(float(tiny("qwen3")(**batch(LENGTH)).loss.detach()), rel=1e-6)
+    stats = levers(model).checkpointing.stats()
+    assert (stats.attention_forwards, stats.bytes_to_host) == (2, 0)  # in tiles, as in training, and nothing is kept
+    assert not any(module.training for module in model.modules())
     assert all(parameter.grad is None for parameter in model.parameters())
 
 

@@ -19,8 +19,9 @@ Source: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", arXiv
 from __future__ import annotations
 
 import functools
+import itertools
 import re
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +33,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from megaspan.human import UserError
-from megaspan.memory.offload import LayerInputs, OffloadStats, SavedInput
+from megaspan.memory.disk import DiskTier
+from megaspan.memory.offload import LayerInputs, OffloadStats
+from megaspan.memory.saved import SavedInput
+from megaspan.plan.keep import KeepPolicy, Place
 
 _RANDOM = re.compile(r"drop|jitter|noise")
 _LAYERS_AHEAD = 2
@@ -93,6 +97,7 @@ class Checkpointing:
             the host is held back to two layers ahead of a GPU, so that the calls are true to a layer or two. It may raise to
             abandon the step: call `discard` before the next one.
         host_limit: most bytes of host memory, or None.
+        disk: where the inputs of the first `layers_on_disk` layers wait, of those that do not stay on the device.
     """
 
     def __init__(
@@ -102,9 +107,11 @@ class Checkpointing:
         on_layer: Callable[[str, int], None] | None = None,
         *,
         host_limit: int | None = None,
+        disk: DiskTier | None = None,
+        layers_on_disk: int = 0,
     ) -> None:
         self.offload, self.keep_on_device, self.on_layer = offload, keep_on_device, on_layer
-        self._host_limit = host_limit
+        self._host_limit, self._disk, self._layers_on_disk = host_limit, disk, layers_on_disk
         self._inputs: LayerInputs | None = None
         self._layers: list[GradientCheckpointingLayer] = []
         self._before: list[tuple[torch.nn.Module, dict[str, Any]]] = []
@@ -148,19 +155,43 @@ class Checkpointing:
             self._inputs = None
 
     def reserve(self, device: torch.device, layer_input_bytes: int, rows: int = 1) -> None:
-        """Gets (and on a GPU pins) the host memory of `rows` rows whose layer inputs are this large, before step 1.
+        """Gets (and on a GPU pins) the memory of `rows` rows whose layer inputs are this large, before step 1; disk too.
 
         Raises:
-            UserError: the host has not that much, or it cannot be pinned.
+            UserError: the host or the disk has not that much, or it cannot be pinned.
         """
-        if self.offload and self._moved:
-            self._offload(device).reserve(rows * self._moved, layer_input_bytes)
+        if self._moved:
+            on_disk = self.places()["input"]["disk"]
+            self._offload(device).reserve(rows * (self._moved - on_disk), layer_input_bytes, rows * on_disk)
+        if self._disk is not None:
+            self._disk.reserve(self.on_disk(layer_input_bytes, rows))
+
+    def on_disk(self, layer_input_bytes: int, rows: int = 1) -> list[int]:
+        """Bytes of each input that is on disk at once, in rows whose layer inputs are this large."""
+        return [layer_input_bytes] * (rows * self.places()["input"]["disk"])
+
+    def row_to_disk(self, layer_input_bytes: int) -> int:
+        """Bytes that a row with layer inputs of this size writes to the disk in a step, and reads back once."""
+        return sum(self.on_disk(layer_input_bytes))
+
+    def place_of(self, index: int) -> Place:
+        """Where the input of a layer waits."""
+        if index >= self._moved:
+            return "device"
+        return "disk" if self._disk is not None and index < self._layers_on_disk else "host"
+
+    def places(self) -> dict[str, Counter[str]]:
+        """How many layers keep their "input" at which place; attention's "output" is always computed "again"."""
+        places = Counter[str](self.place_of(index) for index in range(len(self._layers)))
+        return {"input": places, "output": Counter(again=len(self._layers))}
 
     def discard(self) -> None:
-        """Lets go of all saved inputs after a step that was abandoned."""
+        """Lets go of all saved inputs after a step that was abandoned, on the disk of everything."""
         self._marks.clear()
         if self._inputs is not None:
             self._inputs.discard()
+        if self._disk is not None:
+            self._disk.discard()
 
     def stats(self) -> CheckpointStats:
         """Layers, host bytes held, bytes moved, seconds spent pinning."""
@@ -173,7 +204,7 @@ class Checkpointing:
 
     def _offload(self, device: torch.device) -> LayerInputs:
         if self._inputs is None:
-            self._inputs = LayerInputs(device, limit=self._host_limit)
+            self._inputs = LayerInputs(device, limit=self._host_limit, disk=self._disk)
         return self._inputs
 
     def _set(self, module: torch.nn.Module, function: Callable[..., Any]) -> None:
@@ -210,8 +241,8 @@ class Checkpointing:
             return checkpointed()
         inputs = self._offload(hidden.device)
         if index == 0:
-            inputs.start_row(self._moved)
-        return _with_hooks(inputs, hidden.data_ptr(), index >= self._moved, checkpointed)
+            inputs.start_row(self._moved - self.places()["input"]["disk"])
+        return _with_hooks(inputs, hidden.data_ptr(), self.place_of(index), checkpointed)
 
     def _announce(self, phase: str, index: int, device: torch.device) -> None:
         """Tells the progress bar, once the device has come within two layers of it."""
@@ -226,17 +257,27 @@ class Checkpointing:
         self.on_layer(phase, index)
 
 
+def checkpointing_of(
+    keep: KeepPolicy | None, on_layer: Callable[[str, int], None] | None, host_limit: int | None, disk: DiskTier | None
+) -> Checkpointing:
+    """Checkpointing that keeps layer inputs where a policy wants them, as far as whole layers can; None: on the device."""
+    places = [layer.input for layer in keep.layers] if keep is not None else []
+    stay = len(list(itertools.takewhile(lambda place: place == "device", reversed(places))))
+    on_disk = len(list(itertools.takewhile(lambda place: place == "disk", places)))
+    return Checkpointing(stay < len(places), stay, on_layer, host_limit=host_limit, disk=disk, layers_on_disk=on_disk)
+
+
 _ABSENT = object()
 
 
-def _with_hooks(inputs: LayerInputs, hidden: int, keep: bool, checkpointed: Callable[[], Any]) -> Any:
+def _with_hooks(inputs: LayerInputs, hidden: int, place: Place, checkpointed: Callable[[], Any]) -> Any:
     """Runs a checkpointed layer whose input, the tensor at the address `hidden`, goes through `inputs`.
 
     The address and not the tensor: autograd keeps the hooks, and with them all that they refer to, until the backward.
     """
 
     def pack(tensor: torch.Tensor) -> torch.Tensor | SavedInput:
-        return inputs.pack(tensor, keep=keep) if tensor.data_ptr() == hidden else tensor
+        return inputs.pack(tensor, place) if tensor.data_ptr() == hidden else tensor
 
     def unpack(saved: torch.Tensor | SavedInput) -> torch.Tensor:
         return inputs.unpack(saved) if isinstance(saved, SavedInput) else saved

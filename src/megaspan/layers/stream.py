@@ -18,7 +18,7 @@ that of FlashAttention.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -28,10 +28,12 @@ from torch.autograd.function import once_differentiable
 
 from megaspan.attention import AttentionCall
 from megaspan.attention.attend import backward_with, forward_with, settle
+from megaspan.layers.balance import Balance
 from megaspan.layers.family import Family, after, attention_trains, before
 from megaspan.layers.halves import Halves
 from megaspan.layers.reuse import Reuse
-from megaspan.layers.tape import Kept, Tape
+from megaspan.layers.routing import Router, Routing
+from megaspan.layers.tape import Kept, Stores, Tape
 from megaspan.layers.tile import GradientSums, drawing, tiles
 from megaspan.plan.keep import Place
 
@@ -116,9 +118,12 @@ class LayerRun:
         on_backward: called when the backward begins.
         reuse: tells whether the memory of an incoming gradient is free.
         halves: what runs fused, None for nothing.
+        router: of a layer with experts.
+        balance: where it hands out what the balance loss wants, None if that is not asked for.
         autocast: as it was in the forward.
         asked: what the layer asks attention for beside q, k and v, None where its first half is not fused.
         groups: its head groups.
+        routing: its experts' choices in this forward.
     """
 
     index: int
@@ -134,12 +139,28 @@ class LayerRun:
     on_backward: Callable[[], None]
     reuse: Reuse
     halves: Halves | None = None
+    router: Router | None = None
+    balance: Balance | None = None
     autocast: dict[str, Any] = field(default_factory=dict)
     asked: AttentionCall | None = None
     groups: tuple[HeadGroup, ...] = (ALL_HEADS,)
+    routing: Routing | None = None
 
     def __call__(self, x_BTE: Tensor, tape: Tape) -> Tensor:
         """The layer's output, differentiable."""
+        run = self._settled(x_BTE)
+        y_BTE, *probabilities = _StreamedLayer.apply(x_BTE, run, tape, *self.parameters)
+        tape.leave(self.index, y_BTE)
+        if self.balance is not None and run.routing is not None:
+            run.routing.report(self.balance, *probabilities)
+        return y_BTE
+
+    def without_gradients(self, x_BTE: Tensor, stores: Stores) -> Tensor:
+        """The layer's output in an evaluation, of which nothing is kept."""
+        return self._settled(x_BTE).forward(x_BTE, Kept(stores, True), None)
+
+    def _settled(self, x_BTE: Tensor) -> LayerRun:
+        """With what is known once its input is there."""
         kind = x_BTE.device.type
         # Without autocast's cache: a weight that it casts here, outside a graph, would be found again inside one.
         autocast: dict[str, Any] = {
@@ -156,10 +177,10 @@ class LayerRun:
             if kv_heads is not None:
                 seen = asked or before(self.layer, self.family, x_BTE[:, :1], slice(0, 1), self.arguments)
                 groups = head_groups(seen, kv_heads)
-        run = replace(self, autocast=autocast, asked=asked, groups=groups)
-        y_BTE: Tensor = _StreamedLayer.apply(x_BTE, run, tape, *self.parameters)
-        tape.leave(self.index, y_BTE)
-        return y_BTE
+        routing = None
+        if self.router is not None:
+            routing = Routing(self.router, x_BTE.shape[1], None if self.balance is None else self.balance.top_k)
+        return replace(self, autocast=autocast, asked=asked, groups=groups, routing=routing)
 
     @torch.no_grad()
     def forward(self, x_BTE: Tensor, kept: Kept, place: Place | None) -> Tensor:
@@ -173,7 +194,7 @@ class LayerRun:
                 outs = (_heads([part[:, tokens] for part in parts]) for tokens in cuts)
             y_BTE: Tensor | None = None
             for tokens, out in zip(cuts, outs, strict=True):
-                with self._drawing(tokens, 1):
+                with self._drawing(tokens, 1), self._choosing(tokens):
                     tile = self._after(x_BTE[:, tokens], out)
                 if len(cuts) == 1:
                     return tile
@@ -194,20 +215,29 @@ class LayerRun:
             if sharded is not None:
                 sharded.reshard()
 
-    def backward(self, dy_BTE: Tensor, kept: Kept, mine: bool) -> tuple[Tensor | None, list[Tensor | None]]:
+    def backward(
+        self, dy_BTE: Tensor, kept: Kept, mine: bool, d_probabilities_X: Tensor | None = None
+    ) -> tuple[Tensor | None, list[Tensor | None]]:
         """Gradients of the input (None unless wanted) and of `parameters`; with `mine`, that of the input overwrites dy."""
         cuts, sums = self._tiles(dy_BTE), GradientSums(self.parameters)
         needs_attention = self.wants_x or attention_trains(self.layer, self.family)
         with torch.autocast(**self.autocast):
             if not kept.has_outputs:
                 self._attend(kept.input_tiles, cuts, kept, "host" if self.plan.stream_back else "device")
-            dx, d_outs = self._second_half(cuts, sums, dy_BTE, mine, kept, needs_attention)
+            dx, d_outs = self._second_half(cuts, sums, dy_BTE, mine, kept, needs_attention, d_probabilities_X)
             if needs_attention:
                 self._first_half(cuts, sums, dx, d_outs, kept)
         return (dx if self.wants_x else None), sums.take()
 
     def _second_half(
-        self, cuts: list[slice], sums: GradientSums, dy: Tensor, mine: bool, kept: Kept, needs_attention: bool
+        self,
+        cuts: list[slice],
+        sums: GradientSums,
+        dy: Tensor,
+        mine: bool,
+        kept: Kept,
+        needs_attention: bool,
+        d_probabilities_X: Tensor | None,
     ) -> tuple[Tensor | None, list[Tensor]]:
         """Back through projection, norms, MLP and residuals: the gradients of x (its part so far) and of attention's output."""
         once = len(cuts) == 1
@@ -216,11 +246,15 @@ class LayerRun:
         for tokens, x_tile, out_tile in zip(cuts, kept.input_tiles(cuts), kept.output_tiles(cuts), strict=True):
             x_tile = x_tile.detach().requires_grad_(self.wants_x)
             out_tile = out_tile.detach().requires_grad_(needs_attention)
-            with torch.enable_grad(), self._drawing(tokens, 1):
+            with torch.enable_grad(), self._drawing(tokens, 1), self._choosing(tokens) as probabilities:
                 y_tile = self._after(x_tile, out_tile)
             parts: list[Tensor | None] = [None, None]
             if y_tile.requires_grad:
-                (*parts,) = self._gradients([y_tile], [dy[:, tokens]], [x_tile, out_tile])
+                outputs, gradients = [y_tile], [dy[:, tokens]]
+                if d_probabilities_X is not None and probabilities[0].requires_grad:
+                    outputs, gradients = [y_tile, *probabilities], [*gradients, d_probabilities_X]
+                (*parts,) = self._gradients(outputs, gradients, [x_tile, out_tile])
+                del outputs, gradients
                 sums.add(parts[2:])
             if self.wants_x:
                 part = torch.zeros_like(x_tile) if parts[0] is None else parts[0]
@@ -240,7 +274,7 @@ class LayerRun:
                     for whole, each in zip(d_outs, cut, strict=True):
                         whole[:, tokens] = each
                 del cut
-            del y_tile, parts, x_tile, out_tile
+            del y_tile, probabilities, parts, x_tile, out_tile
         return dx, d_outs
 
     def _first_half(self, cuts: list[slice], sums: GradientSums, dx: Tensor | None, d_outs: list[Tensor], kept: Kept) -> None:
@@ -357,6 +391,13 @@ class LayerRun:
         mlp = None if self.halves is None else self.halves.mlp(self.layer)
         return after(self.layer, self.family, x, out, mlp)
 
+    def _choosing(self, tokens: slice) -> AbstractContextManager[list[Tensor]]:
+        """A tile's experts are chosen when it runs for the first time, and the same ones taken whenever it runs again."""
+        if self.routing is None:
+            return nullcontext([])
+        run = self.routing.replaying if self.routing.recorded else self.routing.recording
+        return run(self.layer, tokens)
+
     def _tiles(self, x: Tensor) -> list[slice]:
         return tiles(x.shape[1], self.plan.tile_tokens)
 
@@ -367,12 +408,15 @@ class LayerRun:
 
 
 class _StreamedLayer(torch.autograd.Function):
-    """x, a `LayerRun` with its tape and the parameters that want gradients, to the layer's output."""
+    """x, a `LayerRun` with its tape and the parameters that want gradients, to the layer's output, and to the sum of its
+    router's probabilities where a balance loss wants them."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, run: LayerRun, tape: Tape, *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, run: LayerRun, tape: Tape, *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.run, ctx.tape = run, tape
-        return run.forward(x, tape.enter(run.index, x, run.again), run.place)
+        y = run.forward(x, tape.enter(run.index, x, run.again), run.place)
+        sums = None if run.routing is None else run.routing.sums
+        return (y,) if sums is None else (y, sums.probabilities_X)
 
     @staticmethod
     @once_differentiable
@@ -381,7 +425,7 @@ class _StreamedLayer(torch.autograd.Function):
         mine = run.reuse.allows(gradients)
         run.counts.reused += mine
         run.on_backward()
-        dx, found = run.backward(gradients[0], tape.back_at(run.index, run.on_backward), mine)
+        dx, found = run.backward(gradients[0], tape.back_at(run.index, run.on_backward), mine, *gradients[1:])
         tape.done(run.index)
         return (dx, None, None, *found)
 

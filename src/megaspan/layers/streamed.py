@@ -10,24 +10,31 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from megaspan.attention.seam import NAME, refuse_packed
-from megaspan.layers.checkpoint import Checkpointing, CheckpointStats, checkpointed_layers, draws_random_numbers
+from megaspan.layers.balance import Balance, knows_balance
+from megaspan.layers.checkpoint import CheckpointStats, checkpointed_layers, checkpointing_of, draws_random_numbers
 from megaspan.layers.family import Family, describe
 from megaspan.layers.fused import Fused
 from megaspan.layers.halves import Halves, find_halves
 from megaspan.layers.norms import fuse_norms, unfuse_norms
 from megaspan.layers.reuse import Reuse
+from megaspan.layers.routing import Router, find_router, watching
 from megaspan.layers.selfcheck import prove_family
 from megaspan.layers.stream import Counts, LayerPlan, LayerRun
-from megaspan.layers.tape import Stores, Tape, host_slots
-from megaspan.plan.keep import KeepPolicy, LayerKeep
+from megaspan.layers.tape import Stores, Tape, most_waiting, passing
+from megaspan.layers.tokenwise import tile_final_norm
+from megaspan.memory.disk import DiskTier
+from megaspan.plan.keep import KeepPolicy, LayerKeep, Place
 
 _CACHES = ("cache", "past_key_values", "past_key_value")
 _WANTED_FROM_INSIDE = ("output_attentions", "output_router_logits")
@@ -68,6 +75,7 @@ class Streaming:
         keep: what each layer keeps, and where; None keeps everything on the device.
         on_layer: called as `on_layer("forward" | "backward", index)` when a layer begins.
         host_limit: most bytes of host memory, or None.
+        disk: for what is kept there; whoever made it closes it after `remove`.
     """
 
     def __init__(
@@ -77,23 +85,25 @@ class Streaming:
         on_layer: Callable[[str, int], None] | None = None,
         *,
         host_limit: int | None = None,
+        disk: DiskTier | None = None,
     ) -> None:
         self.plan, self.keep = plan or LayerPlan(), keep
-        stay = 0
-        if keep is not None:
-            stay = next((n for n, layer in enumerate(reversed(keep.layers)) if layer.input != "device"), len(keep.layers))
-        self.general = Checkpointing(keep is not None and stay < len(keep.layers), stay, on_layer, host_limit=host_limit)
+        self.general = checkpointing_of(keep, on_layer, host_limit, disk)
         self.reasons: list[str | None] = []
+        self.balances = False
         self.fused = Fused()
         self.reuse = Reuse()
-        self._host_limit = host_limit
+        self._host_limit, self._disk = host_limit, disk
         self._counts = Counts()
         self._policy = KeepPolicy((LayerKeep("device", "device"),))
         self._stores: Stores | None = None
         self._tape: weakref.ref[Tape] | None = None
         self._layers: list[Any] = []
         self._fused: list[nn.Module] = []
+        self._norm: nn.Module | None = None
         self._halves: dict[int, Halves] = {}
+        self._routers: dict[int, Router] = {}
+        self._balance: Balance | None = None
         self._unfused: str | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Streaming:
@@ -114,7 +124,13 @@ class Streaming:
         """
         self.general.install(model)
         self._layers = list(checkpointed_layers(model))
-        families = [_asks_for_more(layer) or describe(layer) for layer in self._layers]
+        found = [_router_of(layer) for layer in self._layers]
+        self._routers = {index: router for index, router in enumerate(found) if isinstance(router, Router)}
+        self.balances = _balances(model, found)
+        families = [
+            _asks_for_more(layer, self.balances) or (router if isinstance(router, str) else describe(layer))
+            for layer, router in zip(self._layers, found, strict=True)
+        ]
         fused, proof = self.plan.fused, None
         if prove and any(isinstance(family, Family) for family in families):
             proof = prove_family(model, fused)
@@ -134,16 +150,21 @@ class Streaming:
             }
         if self.plan.fused_norms:
             self._fused = fuse_norms(self._layers[index] for index in self._streamed())
+        if self._streamed():
+            self._norm = tile_final_norm(model, self.plan.tile_tokens, self.reuse)
         return self.reasons
 
     def remove(self) -> None:
         """Restores the model and frees the host memory."""
         unfuse_norms(self._fused)
+        if self._norm is not None:
+            unfuse_norms([self._norm])
         self.general.remove()
         if self._stores is not None:
             self._stores.close()
         self._layers, self._fused, self._stores, self._tape, self.reasons = [], [], None, None, []
-        self._halves, self._unfused = {}, None
+        self._halves, self._unfused, self._norm = {}, None, None
+        self._routers, self.balances = {}, False
 
     def reserve(self, device: torch.device, layer_input_bytes: int, rows: int = 1) -> None:
         """Gets (and on a GPU pins) the host memory of `rows` rows whose layer inputs are this large, before step 1.
@@ -152,23 +173,54 @@ class Streaming:
             UserError: the host has not that much, or it cannot be pinned.
         """
         if self._streamed():
-            inputs, outputs = host_slots(self._policy, self.plan.stream_back)
-            output_share, sum_share = self._shares()
-            groups = self._groups()
-            self._stores_on(device).reserve(
-                (rows * inputs, layer_input_bytes),
-                (rows * outputs * groups, -(-int(layer_input_bytes * output_share) // groups)),
-                (rows * outputs * groups, -(-int(layer_input_bytes * sum_share) // groups)),
-            )
+            sizes, host, disk = self._sizes(layer_input_bytes), self._waiting("host", rows), self._waiting("disk", rows)
+            self._stores_on(device).reserve(sizes, host, disk)
         if len(self._streamed()) < len(self._layers):
             self.general.reserve(device, layer_input_bytes, rows)
+        if self._disk is not None:
+            self._disk.reserve(self.on_disk(layer_input_bytes, rows))
+
+    def on_disk(self, layer_input_bytes: int, rows: int = 1) -> list[int]:
+        """Bytes of each tensor that is on disk at once, in rows whose layer inputs are this large."""
+        found = self.general.on_disk(layer_input_bytes, rows) if len(self._streamed()) < len(self._layers) else []
+        if self._streamed():
+            inputs, outputs = self._waiting("disk", rows)
+            for size, count in zip(self._sizes(layer_input_bytes), (inputs, outputs, outputs), strict=True):
+                found += [size] * count
+        return found
+
+    def row_to_disk(self, layer_input_bytes: int) -> int:
+        """Bytes that a row with layer inputs of this size writes to the disk in a step, and reads back once."""
+        found = sum(self.general.on_disk(layer_input_bytes)) if len(self._streamed()) < len(self._layers) else 0
+        if self._streamed():
+            (inputs, outputs), (input, output, sums) = passing(self._policy, "disk"), self._sizes(layer_input_bytes)
+            found += inputs * input + outputs * self._groups() * (output + sums)
+        return found
 
     def discard(self) -> None:
         """Lets go of everything saved after a step that was abandoned."""
-        self.general.discard()
         self._tape = None
         if self._stores is not None:
             self._stores.discard()
+        self.general.discard()
+
+    @contextmanager
+    def balancing(self, model: Any) -> Iterator[Balance]:
+        """Inside, forwards of `model` add to what is yielded, from which the balance loss of its experts is made.
+
+        Only where `balances` says that all routers and the loss are known.
+        """
+        balance = Balance(model.num_experts_per_tok, len(self._routers))
+        layers = checkpointed_layers(model)
+        with ExitStack() as watched:
+            for index, router in self._routers.items():
+                if self.reasons[index] is not None or not torch.is_grad_enabled():
+                    watched.enter_context(watching(layers[index], router, balance))
+            self._balance = balance
+            try:
+                yield balance
+            finally:
+                self._balance = None
 
     def stats(self) -> StreamStats:
         """Layers of both kinds, attention calls, host bytes held, bytes moved, seconds spent pinning."""
@@ -186,6 +238,16 @@ class Streaming:
             fused_mlps=sum(halves.activation is not None for halves in self._halves.values()),
             compiled=self.fused.compiled,
         )
+
+    def places(self) -> dict[str, Counter[str]]:
+        """How many layers keep their "input" and attention's "output" at which place; "again" where it is computed again."""
+        found = self.general.places()
+        if self._streamed():
+            found = {"input": Counter(), "output": Counter()}
+            for index, (keep, reason) in enumerate(zip(self._policy.layers, self.reasons, strict=True)):
+                found["input"][(keep.input or "again") if reason is None else self.general.place_of(index)] += 1
+                found["output"][(keep.output or "again") if reason is None else "again"] += 1
+        return found
 
     def unfused(self) -> list[str]:
         """Why element-wise work of streamed layers is not fused or not compiled, each reason once; for the run's header."""
@@ -214,6 +276,17 @@ class Streaming:
         heads = projection.in_features / getattr(attention, "head_dim", projection.in_features)
         return projection.in_features / projection.out_features, heads * max(4, size) / (projection.out_features * size)
 
+    def _sizes(self, layer_input_bytes: int) -> tuple[int, int, int]:
+        """Bytes of a layer's input, and of a head group's output and log-sum-exp."""
+        groups = self._groups()
+        output, sums = (-(-int(layer_input_bytes * share) // groups) for share in self._shares())
+        return layer_input_bytes, output, sums
+
+    def _waiting(self, place: Place, rows: int) -> tuple[int, int]:
+        """Most inputs and most outputs of head groups that wait there at once."""
+        inputs, outputs = most_waiting(self._policy, place, self.plan.stream_back)
+        return rows * inputs, rows * outputs * self._groups()
+
     def _groups(self) -> int:
         """Head groups of a layer."""
         attention = self._layers[self._streamed()[0]].self_attn
@@ -222,7 +295,7 @@ class Streaming:
 
     def _stores_on(self, device: torch.device) -> Stores:
         if self._stores is None:
-            self._stores = Stores(device, self._host_limit, self._shares())
+            self._stores = Stores(device, self._host_limit, self._shares(), self._disk, self._groups())
         return self._stores
 
     def _tape_at(self, index: int, device: torch.device) -> Tape:
@@ -240,14 +313,15 @@ class Streaming:
             return self._inside_hooks(layer, index, family, checkpointed, function, *args)
         arguments = dict(getattr(function, "keywords", {}))
         x = args[0] if args else arguments.pop("hidden_states", None)
-        if not torch.is_grad_enabled():
-            return checkpointed(function, *args)
         if len(args) > 1 or not _known_call(layer, x, arguments):
             self._counts.passed_on += 1
-            return checkpointed(function, *args)
+            with self._watching(index, layer):
+                return checkpointed(function, *args)
         if index == self._streamed()[0]:
             refuse_packed(arguments.get("position_ids"))
-        self.general._announce("forward", index, x.device)
+        trains = torch.is_grad_enabled()
+        if trains:
+            self.general._announce("forward", index, x.device)
         run = LayerRun(
             index=index,
             layer=layer,
@@ -255,15 +329,24 @@ class Streaming:
             plan=self.plan,
             place=self._policy.layers[index].output,
             arguments=arguments,
-            parameters=[parameter for parameter in layer.parameters() if parameter.requires_grad],
+            parameters=[parameter for parameter in layer.parameters() if parameter.requires_grad and trains],
             wants_x=x.requires_grad,
-            seed=int(torch.randint(2**62, ())) if draws_random_numbers(layer) else None,
+            seed=int(torch.randint(2**62, ())) if trains and draws_random_numbers(layer) else None,
             counts=self._counts,
             on_backward=functools.partial(self.general._announce, "backward", index, x.device),
             reuse=self.reuse,
             halves=self._halves.get(index),
+            router=self._routers.get(index) if trains else None,
+            balance=self._balance,
         )
-        return run(x, self._tape_at(index, x.device))
+        return run(x, self._tape_at(index, x.device)) if trains else run.without_gradients(x, self._stores_on(x.device))
+
+    def _watching(self, index: int, layer: Any) -> AbstractContextManager[None]:
+        """Around a streamed layer's call that is passed on; without gradients `balancing` watches."""
+        router = self._routers.get(index)
+        if self._balance is None or router is None or not torch.is_grad_enabled():
+            return nullcontext()
+        return watching(layer, router, self._balance)
 
     def _inside_hooks(
         self, layer: Any, index: int, family: Any, checkpointed: Callable[..., Any], function: Any, *args: Any
@@ -295,10 +378,25 @@ def _hooks_inside(layer: Any, function: Any) -> bool:
     return name in ("__call__", "_wrapped_call_impl") and bool(layer._forward_hooks or layer._forward_pre_hooks)
 
 
-def _asks_for_more(layer: Any) -> str | None:
+def _router_of(layer: Any) -> Router | str | None:
+    """The layer's router, None for none, or why it has none that is known here: `find_router` wants a layer of a known form."""
+    family = describe(layer)
+    return family if isinstance(family, str) else find_router(layer)
+
+
+def _balances(model: nn.Module, found: list[Router | str | None]) -> bool:
+    """Whether the balance loss of this model's experts can be made of what its layers hand out."""
+    live = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    routers = [router for router in found if router is not None]
+    known = all(isinstance(router, Router) and router.logits is not None for router in routers)
+    return bool(routers) and known and knows_balance(live)
+
+
+def _asks_for_more(layer: Any, balances: bool) -> str | None:
     """What the model's configuration wants from inside its layers, which the streamed layer does not hand out."""
     config = getattr(getattr(layer, "self_attn", None), "config", None)
     wanted = [name for name in _WANTED_FROM_INSIDE if getattr(config, name, False)]
+    wanted = [name for name in wanted if not (balances and name == "output_router_logits")]
     return f"its configuration asks for {', '.join(wanted)}" if wanted else None
 
 
@@ -312,6 +410,6 @@ def _known_call(layer: Any, x: Any, arguments: dict[str, Any]) -> bool:
         and isinstance(tables, tuple)
         and all(isinstance(table, Tensor) and table.shape[-2] == x.shape[1] for table in tables)
         and all(arguments.get(name) is None for name in _CACHES)
-        and not any(arguments.get(name) for name in _WANTED_FROM_INSIDE)
+        and not any(arguments.get(name, getattr(layer.self_attn.config, name, False)) for name in _WANTED_FROM_INSIDE)
         and layer.self_attn.config._attn_implementation == NAME
     )

@@ -1,7 +1,8 @@
 """What the layers of one row keep between forward and backward, where it waits, and how it comes back.
 
 A streamed layer keeps its input and attention's output: 8.6 GB each a layer at 1,048,576 tokens of an 8B model, 618 GB in all.
-The keep policy says for each layer and each of the two whether it stays on the device, waits on the host or is computed again.
+The keep policy says for each layer and each of the two whether it stays on the device, waits on the host or on disk, or is
+computed again.
 An input that is not kept is computed again from the nearest earlier one that is: its segment is run forward once more in the
 backward, and keeps its inputs then, when the layers above have let go of theirs. Where attention's output was kept, that second
 run is token-wise work alone: 1.2 s of a layer's 55 at a million tokens, where attention would take 13.
@@ -20,7 +21,9 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from megaspan.memory.offload import LayerInputs, OffloadStats, SavedInput
+from megaspan.memory.disk import DiskTier
+from megaspan.memory.offload import STAGED_LAYERS, LayerInputs, OffloadStats
+from megaspan.memory.saved import SavedInput
 from megaspan.plan.keep import KeepPolicy, Place
 
 
@@ -32,13 +35,25 @@ class Stores:
         device: where the layers run.
         limit: most bytes of host memory in all, or None.
         shares: bytes of a layer's output and of its log-sum-exp for each byte of its input.
+        disk: where things of the place "disk" wait; somebody else's, who closes it after this.
+        groups: head groups of a layer, each of which keeps its own output.
     """
 
-    def __init__(self, device: torch.device, limit: int | None = None, shares: tuple[float, float] = (1.0, 0.1)) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        limit: int | None = None,
+        shares: tuple[float, float] = (1.0, 0.1),
+        disk: DiskTier | None = None,
+        groups: int = 1,
+    ) -> None:
         whole = 1 + sum(shares)
         limits = [None if limit is None else int(limit * share / whole) for share in (1, *shares)]
         # Sources are let go of when the next layer's attention begins: a long row has no room for two layers' copies.
-        self.inputs, self.outputs, self.sums = (LayerInputs(device, limit=each, in_flight=None) for each in limits)
+        self.inputs, self.outputs, self.sums = (
+            LayerInputs(device, limit=limit, in_flight=None, disk=disk, staged=STAGED_LAYERS * pieces)
+            for limit, pieces in zip(limits, (1, groups, groups), strict=True)
+        )
 
     @property
     def all(self) -> tuple[LayerInputs, LayerInputs, LayerInputs]:
@@ -51,15 +66,20 @@ class Stores:
         self.outputs.start_row(outputs)
         self.sums.start_row(outputs)
 
-    def reserve(self, inputs: tuple[int, int], outputs: tuple[int, int], sums: tuple[int, int]) -> None:
-        """Gets (and on a GPU pins) room before step 1: of each kind how many and bytes of one.
+    def reserve(self, sizes: tuple[int, int, int], host: tuple[int, int], disk: tuple[int, int]) -> None:
+        """Gets (and on a GPU pins) host memory before step 1.
+
+        Args:
+            sizes: bytes of one input, output and log-sum-exp.
+            host: inputs and outputs that are on the host at once.
+            disk: and on disk, to which they go through host memory.
 
         Raises:
             UserError: the host has not that much, or it cannot be pinned.
         """
-        for store, (count, size) in zip(self.all, (inputs, outputs, sums), strict=True):
-            if count and size:
-                store.reserve(count, size)
+        for store, size, on_host, on_disk in zip(self.all, sizes, (*host, host[1]), (*disk, disk[1]), strict=True):
+            if size:
+                store.reserve(on_host, size, on_disk)
 
     def land(self) -> None:
         """Lets go of every source whose copy to the host has been queued; the device waits for the copies, not the host."""
@@ -99,12 +119,12 @@ class Kept:
 
     def keep_input(self, x_BTE: Tensor, place: Place) -> None:
         """Keeps the layer's input; the copy to the host starts at once."""
-        self.input = self.stores.inputs.pack(x_BTE, keep=place == "device")
+        self.input = self.stores.inputs.pack(x_BTE, place)
 
     def keep_output(self, out_BTHD: Tensor, lse_BHT: Tensor, place: Place) -> None:
         """Keeps attention's output for the next head group."""
-        self._outputs.append(self.stores.outputs.pack(out_BTHD, keep=place == "device"))
-        self._sums.append(self.stores.sums.pack(lse_BHT, keep=place == "device"))
+        self._outputs.append(self.stores.outputs.pack(out_BTHD, place))
+        self._sums.append(self.stores.sums.pack(lse_BHT, place))
 
     @property
     def has_outputs(self) -> bool:
@@ -119,6 +139,14 @@ class Kept:
             for store, kept in ((self.stores.outputs, self._outputs), (self.stores.sums, self._sums)):
                 for each in kept:
                     store.prefetch(each)
+
+    def recall(self) -> None:
+        """Starts the way from the disk to the host."""
+        if self.input is not None:
+            self.stores.inputs.recall(self.input)
+        for store, kept in ((self.stores.outputs, self._outputs), (self.stores.sums, self._sums)):
+            for each in kept:
+                store.recall(each)
 
     def input_once(self) -> Tensor:
         """The whole input for one use; it stays kept where it is."""
@@ -173,7 +201,7 @@ class Tape:
     """
 
     def __init__(self, policy: KeepPolicy, stores: Stores, by_tiles: bool, groups: int = 1) -> None:
-        inputs, outputs = host_slots(policy, by_tiles)
+        inputs, outputs = most_waiting(policy, "host", by_tiles)
         stores.start_row(inputs, outputs * groups)
         self.policy, self.stores, self._by_tiles = policy, stores, by_tiles
         self._kept = [Kept(stores, by_tiles) for _ in policy.layers]
@@ -213,25 +241,38 @@ class Tape:
             RuntimeError: a second backward, or the step was abandoned.
         """
         kept = self._kept[index]
+        self._recall(index)
         kept.prefetch()
         self.stores.land()
         if kept.input is None:
-            start = next(number for number in reversed(range(index)) if self._kept[number].input is not None)
+            start = self._start(index)
             x_BTE = self._kept[start].input_once()
             for number in range(start, index):
                 still_running()
+                self._kept[number + 1].recall()
                 forward, place = self._forwards[number], self.policy.again
                 assert forward is not None
                 x_BTE = forward(x_BTE, self._kept[number], place)
                 self._kept[number + 1].keep_input(x_BTE, place)
-        if index:
-            self._kept[index - 1].prefetch()
+        for before in range(index - 1, max(index - 3, -1), -1):
+            self._recall(before)
+            if before == index - 1:
+                self._kept[before].prefetch()
         return kept
 
     def done(self, index: int) -> None:
         """The backward of a layer is over."""
         self._kept[index].let_go()
         self._forwards[index] = None
+
+    def _start(self, index: int) -> int:
+        """The layer where the second run of a layer's segment begins."""
+        return next(number for number in range(index, -1, -1) if self._kept[number].input is not None)
+
+    def _recall(self, index: int) -> None:
+        """Starts the way from the disk of what the backward of a layer asks for first."""
+        for number in (index, self._start(index)):
+            self._kept[number].recall()
 
     def _follows(self, index: int, x_BTE: Tensor) -> bool:
         """Whether a layer's input is the very output of the layer before: the same memory, unchanged.
@@ -249,23 +290,32 @@ class Tape:
         )
 
 
-def host_slots(policy: KeepPolicy, computed_again: bool) -> tuple[int, int]:
-    """Most inputs and most attention outputs of a row that are on the host at once.
+def most_waiting(policy: KeepPolicy, place: Place, by_tiles: bool) -> tuple[int, int]:
+    """Most inputs and most attention outputs of a row that wait at one place at once.
 
     Args:
         policy: what each layer keeps.
-        computed_again: whether outputs that were not kept go to `policy.again` while their layer's backward uses them.
+        place: the host or the disk.
+        by_tiles: an output that was not kept goes to the host while its layer's backward uses it.
     """
-    inputs = {index for index, layer in enumerate(policy.layers) if layer.input == "host"}
-    outputs = {index for index, layer in enumerate(policy.layers) if layer.output == "host"}
-    most = [len(inputs), len(outputs)]
+    inputs = {index for index, layer in enumerate(policy.layers) if layer.input == place}
+    outputs = {index for index, layer in enumerate(policy.layers) if layer.output == place}
+    most = len(inputs), len(outputs)
     for segment in reversed(policy.segments):
-        if policy.again == "host":
+        *below, last = segment
+        if policy.again == place:
             inputs |= set(segment[1:])
-            outputs |= {index for index in segment[:-1] if policy.layers[index].output is None}
-            if computed_again and policy.layers[segment[-1]].output is None:
-                outputs.add(segment[-1])
-        most = [max(most[0], len(inputs)), max(most[1], len(outputs))]
+            outputs |= {index for index in below if policy.layers[index].output is None}
+        if by_tiles and place == "host" and policy.layers[last].output is None:
+            outputs.add(last)
+        most = max(most[0], len(inputs)), max(most[1], len(outputs))
         inputs -= set(segment)
         outputs -= set(segment)
-    return most[0], most[1]
+    return most
+
+
+def passing(policy: KeepPolicy, place: Place) -> tuple[int, int]:
+    """Inputs and attention outputs of a row that go to a place in a step, one after the other."""
+    again = [policy.stored_again(segment) for segment in policy.segments] if policy.again == place else []
+    inputs, outputs = policy.below[place][-1]
+    return inputs + sum(pair[0] for pair in again), outputs + sum(pair[1] for pair in again)

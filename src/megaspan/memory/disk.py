@@ -223,13 +223,22 @@ class DiskTier:
     def discard(self) -> None:
         """Drops everything, recalls too, and waits until no thread touches any source or target: after an abandoned step.
 
-        Recalls that had not come are cancelled: their futures raise CancelledError.
+        Recalls that had not come are cancelled: their futures raise CancelledError. A write that failed is forgotten: the next
+        step may find room again.
         """
         with self._lock:
             places = list(self._places)
         for place in places:
             self._drop(place, cancel=True)
         wait(list(self._coming))
+        self._failure = None
+
+    def shrink(self) -> None:
+        """Drops everything and gives the disk back until something is parked or reserved again."""
+        self.discard()
+        if not self._file.closed:
+            self._file.shrink()
+            self._runs = Runs()
 
     def close(self) -> None:
         """Drops everything, ends the threads and gives the disk back."""

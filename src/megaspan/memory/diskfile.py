@@ -168,6 +168,11 @@ class DiskFile:
             ) from error
         self.size += more
 
+    def shrink(self) -> None:
+        """Gives the disk back. No move may be under way."""
+        os.ftruncate(self._fd, 0)
+        self.size = 0
+
     def _allocate(self, more: int) -> None:
         if hasattr(os, "posix_fallocate"):
             try:

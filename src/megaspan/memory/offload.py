@@ -19,8 +19,11 @@ percent of the time the layer computes, *if* nobody waits for them. So:
 A row too long to come back whole is read tile by tile (`tiles`): the next tile's copy runs while this one is worked on, so that
 two tiles are on the device, 0.27 GB instead of 8.6 GB of an 8B layer's input at a million tokens.
 
-No call here makes the host wait for the device, except when the arena grows. On the CPU the same code runs with torch.cpu's
-empty streams, so the tests cover it.
+What neither device nor host can hold goes through a slot of host memory to the disk (`parking.py`). `recall` starts its way
+back into one, two layers ahead, and from there on it is as if it had waited on the host.
+
+No call here makes the host wait for the device, except when the arena grows; for the disk one may wait. On the CPU the same
+code runs with torch.cpu's empty streams, so the tests cover it.
 """
 
 from __future__ import annotations
@@ -29,19 +32,27 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
 from megaspan.memory.arena import HostArena, Slot
+from megaspan.memory.disk import DiskTier
+from megaspan.memory.parking import Parking
+from megaspan.memory.saved import Orphan, SavedInput
+from megaspan.plan.keep import Place
 
-# What an input still held when its graph went: a slot, or a buffer and the event of the copy into it.
-_Orphan: TypeAlias = tuple[Slot | None, torch.Tensor | None, Any]
+STAGED_LAYERS = 2  # inputs in host memory on their way to the disk and back: one is read while the next one comes
 
 
 def _copy(destination: torch.Tensor, source: torch.Tensor) -> None:
     """Queues a copy on the current stream; both are contiguous and of one dtype, so no staging buffer is made."""
     destination.copy_(source, non_blocking=True)
+
+
+def _mark(stream: Any) -> Any:
+    """An event that another thread can wait for without keeping a processor busy."""
+    return stream.record_event(*([torch.cuda.Event(blocking=True)] if isinstance(stream, torch.cuda.Stream) else []))
 
 
 @dataclass(frozen=True)
@@ -54,6 +65,7 @@ class OffloadStats:
         bytes_to_host, bytes_to_device: copied since the start.
         seconds_pinning: time spent getting the memory, no part of any step's computation.
         late: inputs whose copy back had not been started a layer ahead.
+        seconds_waiting: time that the computation's own thread waited for the disk.
     """
 
     host_bytes: int = 0
@@ -62,50 +74,7 @@ class OffloadStats:
     bytes_to_device: int = 0
     seconds_pinning: float = 0.0
     late: int = 0
-
-
-class SavedInput:
-    """Stands for a layer's input in the autograd graph: `tensor` on the device (filled once `fetched` has happened), or `slot`.
-
-    `wanted` says that the backward is about to use `tensor`.
-    """
-
-    __slots__ = (
-        "__weakref__", "copied", "dtype", "fetched", "orphans", "previous", "shape", "slot", "spent", "tensor", "version",
-        "wanted",
-    )  # fmt: skip
-
-    def __init__(self, source: torch.Tensor, orphans: deque[_Orphan]) -> None:
-        self.shape, self.dtype = source.shape, source.dtype
-        self.version: int | None = source._version
-        self.tensor: torch.Tensor | None = source
-        self.slot: Slot | None = None
-        self.copied: Any = None
-        self.fetched: Any = None
-        self.previous: weakref.ref[SavedInput] | None = None
-        self.wanted = self.spent = False
-        self.orphans = orphans
-
-    def __del__(self) -> None:
-        # Any thread, any moment: the deque's append is atomic, and the owner sweeps it when it next runs.
-        if self.slot is not None or self.fetched is not None:
-            self.orphans.append((self.slot, None if self.fetched is None else self.tensor, self.fetched))
-
-    def check_there(self) -> None:
-        """Raises RuntimeError where it was let go of."""
-        if self.spent:
-            raise RuntimeError(
-                "The layer inputs of this forward are gone: its step was abandoned, or this is a second backward through it. "
-                "Run the forward again, or set gradient_checkpointing_kwargs={'offload': False} and retain_graph=True."
-            )
-
-    def check_unchanged(self) -> None:
-        """Raises RuntimeError where the model's own tensor is no longer what was saved."""
-        if self.tensor is not None and self.version is not None and self.tensor._version != self.version:
-            raise RuntimeError(
-                "The input of a checkpointed layer was overwritten in place before its backward; "
-                "the model does `hidden_states += ...` (or the like) on it. Gradients would be wrong."
-            )
+    seconds_waiting: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -129,11 +98,20 @@ class LayerInputs:
         device: where the inputs live; on a CPU the copies go to plain memory.
         limit: most bytes of host memory, or None.
         in_flight: sources that may be alive on the device while they are copied to the host; None leaves it to `land`.
+        disk: where inputs of the place "disk" wait.
+        staged: inputs that are in host memory at once on their way to the disk and back.
         backend: the module with streams and events; torch.cuda or torch.cpu, for tests another.
     """
 
     def __init__(
-        self, device: torch.device, *, limit: int | None = None, in_flight: int | None = 2, backend: Any = None
+        self,
+        device: torch.device,
+        *,
+        limit: int | None = None,
+        in_flight: int | None = 2,
+        disk: DiskTier | None = None,
+        staged: int = STAGED_LAYERS,
+        backend: Any = None,
     ) -> None:
         on_gpu = device.type == "cuda"
         self.arena = HostArena(pinned=on_gpu, limit=limit)
@@ -143,10 +121,11 @@ class LayerInputs:
         options = {"device": self._device} if on_gpu else {}
         self._to_host, self._to_device = self._backend.Stream(**options), self._backend.Stream(**options)
         self._in_flight: deque[_InFlight] = deque()
-        self._orphans: deque[_Orphan] = deque()
+        self._orphans: deque[Orphan] = deque()
         self._saved: weakref.WeakSet[SavedInput] = weakref.WeakSet()
         self._last: weakref.ref[SavedInput] | None = None
         self._last_fetch: Any = None
+        self._parking = None if disk is None else Parking(disk, staged, self._take_idle, self.arena.give)
         self._expected = 1
         self._bytes_to_host = self._bytes_to_device = self._late = 0
 
@@ -154,41 +133,52 @@ class LayerInputs:
         """A forward begins, of which `count` inputs will be moved: room is made for all of them at the first, in one piece."""
         self._last, self._expected = None, max(count, 1)
 
-    def reserve(self, count: int, size: int) -> None:
-        """Gets host memory for `count` inputs of `size` bytes, before the step that needs it."""
+    def reserve(self, count: int, size: int, on_disk: int = 0) -> None:
+        """Gets host memory for `count` inputs of `size` bytes, before the step that needs it.
+
+        Args:
+            count: inputs that wait on the host at once.
+            size: bytes of one.
+            on_disk: inputs that wait on the disk; what they take of it is reserved there.
+        """
+        if on_disk and size:
+            count += self._disk.missing(size)
         if self.arena.missing(count, size):
             # Growing may give up idle blocks, and a copy that is queued may still read or write them.
             self._backend.synchronize(self._device)
             self.arena.reserve(count, size)
+        if on_disk and size:
+            self._disk.reserve(size)
 
-    def pack(self, hidden: torch.Tensor, *, keep: bool = False) -> SavedInput:
-        """Saves a layer's input, to the host unless `keep`.
+    def pack(self, hidden: torch.Tensor, place: Place = "host") -> SavedInput:
+        """Saves a layer's input.
 
         Args:
             hidden: any shape and dtype; it may be used and freed as usual, but not be written to before its backward.
-            keep: leave it on the device.
+            place: where it waits.
 
         Raises:
-            UserError: there is no host memory for it.
+            UserError: there is no host memory or no disk for it.
         """
         source = hidden.detach()  # the bytes without their graph
         if source.device != self._device:
             raise RuntimeError(f"layer inputs are on {self._device}, got one on {source.device}")
         self._sweep()
+        keep = place == "device"
         saved = SavedInput(source if keep or source.is_contiguous() else source.contiguous(), self._orphans)
         saved.previous, self._last = self._last, weakref.ref(saved)
         self._saved.add(saved)
         if keep or not source.numel():
             allowed = max(len(self._in_flight) - 1, 0)
         else:
-            self._send(saved)
+            self._send(saved, on_disk=place == "disk")
             allowed = self._in_flight_limit if self._in_flight_limit is not None else len(self._in_flight)
         if self._in_flight_limit is not None:
             self.land(allowed)
         return saved
 
     def unpack(self, saved: SavedInput) -> torch.Tensor:
-        """The input on the device, ready for the current stream; the copy of the one before it starts.
+        """The input on the device, ready for the current stream; the one before it starts its way there, and one more its own.
 
         Raises:
             RuntimeError: it was given out before (a second backward), dropped by `discard`, or overwritten.
@@ -198,6 +188,9 @@ class LayerInputs:
         previous = saved.previous() if saved.previous is not None else None
         if previous is not None and not previous.spent:
             self._fetch(previous)
+            before = previous.previous() if previous.previous is not None else None
+            if before is not None:
+                self.recall(before)
         self.land()
         return tensor
 
@@ -221,6 +214,11 @@ class LayerInputs:
         """Starts the copy back to the device; nothing happens where it has started."""
         if not saved.spent:
             self._fetch(saved)
+
+    def recall(self, saved: SavedInput) -> None:
+        """Starts the way from the disk to the host, where there is room; what waits elsewhere stays there."""
+        if saved.away is not None and saved.tensor is None:
+            self._disk.call(saved.away)
 
     def copy_of(self, saved: SavedInput) -> torch.Tensor:
         """The whole tensor on the device for one use; on the host it stays where it is."""
@@ -270,6 +268,8 @@ class LayerInputs:
         """Discards, waits for the device and frees the host memory."""
         self.discard()
         self._backend.synchronize(self._device)
+        if self._parking is not None:
+            self._parking.close()
         self.arena.close()
 
     def stats(self) -> OffloadStats:
@@ -281,66 +281,104 @@ class LayerInputs:
             bytes_to_device=self._bytes_to_device,
             seconds_pinning=self.arena.seconds_pinning,
             late=self._late,
+            seconds_waiting=0.0 if self._parking is None else self._parking.seconds_waiting,
         )
+
+    @property
+    def staged_bytes(self) -> int:
+        """Host memory through which inputs go to the disk; always held."""
+        return 0 if self._parking is None else self._parking.host_bytes
+
+    @property
+    def _disk(self) -> Parking:
+        if self._parking is None:
+            raise RuntimeError("a layer is to keep something on disk, but there is none")
+        return self._parking
+
+    def _take_idle(self, size: int) -> Slot:
+        """A slot that no queued copy uses."""
+        self.reserve(1, size)
+        self._backend.synchronize(self._device)
+        return self.arena.take(size)
 
     def _stream(self) -> Any:
         """The stream that computes."""
         return self._backend.current_stream(self._device)
 
-    def _send(self, saved: SavedInput) -> None:
-        """Queues the copy to the host."""
+    def _send(self, saved: SavedInput, on_disk: bool) -> None:
+        """Queues the copy to the host, and from there to the disk."""
         source = saved.tensor
         assert source is not None
-        self.reserve(self._expected, source.nbytes)
-        self._expected = 1
-        saved.slot = self.arena.take(source.nbytes)
+        if on_disk:
+            saved.away = self._disk.enter(source.nbytes)
+            slot, busy = saved.away.slot, saved.away.used
+        else:
+            self.reserve(self._expected, source.nbytes)
+            self._expected = 1
+            slot = saved.slot = self.arena.take(source.nbytes)
+            busy = self._last_fetch  # the slot's former owner may still be on its way to the device
         stream = self._stream()
         self._to_host.wait_event(stream.record_event())
-        if self._last_fetch is not None:
-            # The slot's former owner may still be on its way to the device.
-            self._to_host.wait_event(self._last_fetch)
+        if busy is not None:
+            self._to_host.wait_event(busy)
         with self._backend.stream(self._to_host):
-            _copy(saved.slot.view(saved.shape, saved.dtype), source)
-            saved.copied = self._to_host.record_event()
+            _copy(slot.view(saved.shape, saved.dtype), source)
+            saved.copied = _mark(self._to_host)
         self._in_flight.append(_InFlight(source, stream, saved.copied, weakref.ref(saved)))
         self._bytes_to_host += source.nbytes
+        if saved.away is not None:
+            self._disk.write(saved.away, saved.copied)
 
     def _fetch(self, saved: SavedInput) -> None:
         """Sees to it that the input is on the device or on its way."""
         saved.wanted = True
         if saved.tensor is not None:
             return
-        assert saved.slot is not None
-        saved.tensor = torch.empty(saved.shape, dtype=saved.dtype, device=self._device)
+        source = self._on_host(saved)
+        saved.tensor = self._to_device_from(saved, source)
+        saved.fetched = self._last_fetch
         saved.version = None  # nobody else has the buffer
+        self._give_back(saved)
+
+    def _read(self, saved: SavedInput, tokens: slice) -> tuple[torch.Tensor, Any]:
+        """Queues a copy of some tokens from the host, which keeps them; the tensor and the event of its arrival."""
+        tensor = self._to_device_from(saved, self._on_host(saved)[:, tokens])
+        return tensor, self._last_fetch
+
+    def _on_host(self, saved: SavedInput) -> torch.Tensor:
+        """Its bytes in host memory, after a wait if they are on disk."""
+        if saved.away is not None:
+            self._disk.bring(saved.away)
+        slot = saved.slot if saved.away is None else saved.away.slot
+        assert slot is not None
+        return slot.view(saved.shape, saved.dtype)
+
+    def _to_device_from(self, saved: SavedInput, source: torch.Tensor) -> torch.Tensor:
+        """Queues a copy of `source`, a part of what `saved` has on the host; `_last_fetch` is the event of its arrival."""
+        tensor = torch.empty(source.shape, dtype=saved.dtype, device=self._device)
         # Whatever used the buffer's bytes before was queued on this stream.
         self._to_device.wait_event(self._stream().record_event())
         self._to_device.wait_event(saved.copied)  # matters where another stream computes now
         with self._backend.stream(self._to_device):
-            _copy(saved.tensor, saved.slot.view(saved.shape, saved.dtype))
-            saved.fetched = self._last_fetch = self._to_device.record_event()
-        self.arena.give(saved.slot)
-        saved.slot = None
-        self._bytes_to_device += saved.tensor.nbytes
-
-    def _read(self, saved: SavedInput, tokens: slice) -> tuple[torch.Tensor, Any]:
-        """Queues a copy of some tokens from the host, which keeps them; the tensor and the event of its arrival."""
-        assert saved.slot is not None
-        source = saved.slot.view(saved.shape, saved.dtype)[:, tokens]
-        tensor = torch.empty(source.shape, dtype=saved.dtype, device=self._device)
-        self._to_device.wait_event(self._stream().record_event())
-        self._to_device.wait_event(saved.copied)
-        with self._backend.stream(self._to_device):
             _copy(tensor, source)
-            self._last_fetch = self._to_device.record_event()
+            self._last_fetch = _mark(self._to_device)
+        if saved.away is not None:
+            saved.away.copying(self._last_fetch)
         self._bytes_to_device += tensor.nbytes
-        return tensor, self._last_fetch
+        return tensor
+
+    def _give_back(self, saved: SavedInput) -> None:
+        """Gives up its place on the host or the disk."""
+        if saved.slot is not None:
+            self.arena.give(saved.slot)
+        if saved.away is not None:
+            self._disk.let_go(saved.away)
+        saved.slot = saved.away = None
 
     def _spend(self, saved: SavedInput) -> None:
         """Lets go of all that `saved` holds; the current stream has waited for its copy to the device."""
-        if saved.slot is not None:
-            self.arena.give(saved.slot)
-        saved.spent, saved.tensor, saved.slot, saved.fetched = True, None, None, None
+        self._give_back(saved)
+        saved.spent, saved.tensor, saved.fetched = True, None, None
 
     def land(self, allowed: int = 0) -> None:
         """Lets go of the oldest sources, until `allowed` are left, once their stream waits for their copy."""

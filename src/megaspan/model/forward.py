@@ -8,20 +8,23 @@ call without labels is the model's own forward, so that `generate()` and scoring
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.generic import ModelOutput
 
 from megaspan.human import UserError
 from megaspan.model.limits import check_logits_fit, device_of, free_bytes, past_window
 from megaspan.model.rows import Piece, check_covered, cut, shift
+from megaspan.model.tables import gathered_head
 
 _INPUTS = ("input_ids", "attention_mask", "position_ids", "inputs_embeds", "labels", "shift_labels", "num_items_in_batch")
 _NEUTRAL = {"use_cache": (None, False), "return_dict": (None, True, False), "logits_to_keep": (None, 0)}
@@ -61,6 +64,8 @@ class Settings:
         plain_attention: transformers' name of the attention that was set before.
         host_bytes: what full logits may take on a CPU.
         checkpoint_seam: a checkpointed layer and the function that `prepare` gave it, to see whether it is still there.
+        balancing: around forwards of the model, collects what the router's balance loss is made of; None where its layers do
+            not stream or its loss is not known.
     """
 
     original: Callable[..., Any]
@@ -70,6 +75,7 @@ class Settings:
     plain_attention: str
     host_bytes: int
     checkpoint_seam: tuple[torch.nn.Module, Any] | None = None
+    balancing: Callable[[Any], AbstractContextManager[Any]] | None = None
 
 
 def long_forward(model: PreTrainedModel, settings: Settings, arguments: dict[str, Any]) -> Any:
@@ -81,9 +87,10 @@ def long_forward(model: PreTrainedModel, settings: Settings, arguments: dict[str
     Raises:
         UserError: an argument that a long forward cannot honour.
     """
-    with _checkpointing_paused(model):
-        if arguments.get("labels") is None and arguments.get("shift_labels") is None:
+    if arguments.get("labels") is None and arguments.get("shift_labels") is None:
+        with _checkpointing_paused(model):
             return _without_labels(model, settings, arguments)
+    with _layers_by_tiles(model):
         return _with_labels(model, settings, arguments)
 
 
@@ -130,20 +137,28 @@ def _with_labels(model: Any, settings: Settings, arguments: dict[str, Any]) -> A
     check_covered(shifted_bT, pieces)
     _check_window(settings, pieces, arguments.get("position_ids"))
 
-    hidden_tE, routers = _backbone(model, arguments, pieces, router=extra["output_router_logits"])
+    wanted = extra["output_router_logits"]
+    wanted = bool(getattr(model.config, "output_router_logits", False) if wanted is None else wanted)
+    collecting = settings.balancing(model) if wanted and settings.balancing is not None else nullcontext()
+    with collecting as balance:
+        hidden_tE, routers = _backbone(model, arguments, pieces, router=wanted and balance is None)
     labels_t = torch.cat([shifted_bT[piece.row, piece.start : piece.stop] for piece in pieces])
     labels_t = labels_t.to(hidden_tE.device, torch.int64)
-    head = head_of(model)
-    if settings.loss_type == "nll":
-        check_logits_fit(hidden_tE.shape[0], head.weight_VE.shape[0], free_bytes(hidden_tE.device, settings.host_bytes))
-    loss_function = plain_cross_entropy if settings.loss_type == "nll" else linear_cross_entropy
-    sums = loss_function(hidden_tE, head, labels_t, tile_tokens=settings.tile_tokens)
+    with gathered_head(model):
+        head = head_of(model)
+        if settings.loss_type == "nll":
+            check_logits_fit(hidden_tE.shape[0], head.weight_VE.shape[0], free_bytes(hidden_tE.device, settings.host_bytes))
+        loss_function = plain_cross_entropy if settings.loss_type == "nll" else linear_cross_entropy
+        sums = loss_function(hidden_tE, head, labels_t, tile_tokens=settings.tile_tokens)
     items = arguments.get("num_items_in_batch")
     items = sums.tokens if items is None else torch.as_tensor(items, device=sums.loss.device)
     loss = sums.loss / items.clamp(min=1)
     aux_loss = None
-    if routers is not None:
+    if balance is not None:
+        aux_loss = balance.loss(hidden_tE.shape[0])
+    elif routers is not None:
         aux_loss = _router_loss(model, routers)
+    if aux_loss is not None:
         loss = loss + float(model.router_aux_loss_coef) * aux_loss
     output = LongOutput(loss=loss, tokens=sums.tokens, correct=sums.correct, entropy=sums.entropy, aux_loss=aux_loss)
     return output.to_tuple() if arguments.get("return_dict") is False else output
@@ -201,13 +216,13 @@ def _check_window(settings: Settings, pieces: tuple[Piece, ...], position_ids: t
 
 
 def _backbone(
-    model: PreTrainedModel, arguments: dict[str, Any], pieces: tuple[Piece, ...], *, router: bool | None
+    model: PreTrainedModel, arguments: dict[str, Any], pieces: tuple[Piece, ...], *, router: bool
 ) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
     """The last hidden state of every piece, [tokens, hidden], and each layer's router logits where they are asked for."""
     if not pieces:
         raise UserError("the batch holds no token: its attention_mask is zero everywhere")
-    want_router = bool(getattr(model.config, "output_router_logits", False) if router is None else router)
-    more = {"output_router_logits": True} if want_router else {}
+    # Said aloud where the configuration may say otherwise: logits of all layers are more than a long row has room for.
+    more = {"output_router_logits": router} if router or hasattr(model.config, "output_router_logits") else {}
     backbone = backbone_of(model)
     hidden: list[torch.Tensor] = []
     routers: list[tuple[torch.Tensor, ...]] = []
@@ -219,11 +234,11 @@ def _backbone(
             )
         out = backbone(**_piece_inputs(arguments, piece), use_cache=False, return_dict=True, **more)
         hidden.append(out.last_hidden_state[0])
-        if want_router:
+        if router:
             routers.append(out.router_logits)
     # One piece is the rule at a million tokens and is not copied.
     hidden_tE = hidden[0] if len(hidden) == 1 else torch.cat(hidden)
-    return hidden_tE, [torch.cat(layer) for layer in zip(*routers, strict=True)] if want_router else None
+    return hidden_tE, [torch.cat(layer) for layer in zip(*routers, strict=True)] if router else None
 
 
 def _piece_inputs(arguments: dict[str, Any], piece: Piece) -> dict[str, torch.Tensor]:
@@ -252,7 +267,7 @@ def backbone_of(model: PreTrainedModel) -> torch.nn.Module:
 
 
 def _router_loss(model: Any, routers: list[torch.Tensor]) -> torch.Tensor:
-    """The balance loss of a mixture of experts, by the model's own function, over all tokens of the batch as there."""
+    """The balance loss by the model's own function, over all tokens of the batch as there, where no layer streams."""
     if torch.is_grad_enabled() and model.training and not all(logits.requires_grad for logits in routers):
         raise UserError(
             "the router's balance loss would not train: gradient checkpointing keeps no router logits",
@@ -269,6 +284,26 @@ def can_balance(model: PreTrainedModel) -> bool:
     return hasattr(module, "load_balancing_loss_func") and all(
         hasattr(model, name) for name in ("router_aux_loss_coef", "num_experts", "num_experts_per_tok")
     )
+
+
+@contextmanager
+def _layers_by_tiles(model: PreTrainedModel) -> Iterator[None]:
+    """Evaluation runs long rows in tiles too: transformers leaves the layers' seam out there, so their `forward` goes to it."""
+    layers: list[Any] = []
+    if not torch.is_grad_enabled():
+        layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+        layers = [layer for layer in layers if layer.gradient_checkpointing and "forward" not in layer.__dict__]
+    for layer in layers:
+        layer.__dict__["forward"] = functools.partial(_through_seam, layer, layer.forward)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.__dict__["forward"]
+
+
+def _through_seam(layer: Any, own: Callable[..., Any], *args: Any, **arguments: Any) -> Any:
+    return layer._gradient_checkpointing_func(functools.partial(own, **arguments), *args)
 
 
 @contextmanager

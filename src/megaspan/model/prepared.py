@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from megaspan.human import UserError
 from megaspan.model import proof
+from megaspan.model.disk import Disk, open_disk
 from megaspan.model.forward import (
     Settings,
     backbone_of,
@@ -28,6 +29,7 @@ from megaspan.model.forward import (
 from megaspan.model.kinds import check_trainable, unwrap
 from megaspan.model.limits import check_logits_fit, device_of, free_bytes, past_window
 from megaspan.model.lora import check_adapter
+from megaspan.model.tables import gathered_head
 
 if TYPE_CHECKING:
     from megaspan.attention import KernelChoice
@@ -40,6 +42,7 @@ Model = TypeVar("Model", bound=torch.nn.Module)
 OnLayer = Callable[[str, int], None]
 _STATE = "_megaspan"
 _MARK = "_megaspan_forward"
+_WHERE = {"device": "on the device", "host": "on the host", "disk": "on disk", "again": "computed again"}
 
 
 @dataclass(eq=False)
@@ -53,6 +56,7 @@ class Levers:
         kernel: the attention kernel, with its reason.
         head: the formula of the logits, proven on the live model.
         checkpointing: what keeps and fetches the inputs of layers, or None where nothing is checkpointed.
+        disk: where some of it waits, or None where nothing does.
         on_layer: called with ("forward" or "backward", layer) as a checkpointed step goes on; may be exchanged at any time.
     """
 
@@ -62,6 +66,7 @@ class Levers:
     kernel: KernelChoice
     head: str
     checkpointing: Checkpointing | Streaming | None = None
+    disk: Disk | None = None
     on_layer: OnLayer | None = None
 
     def layer_reached(self, phase: str, layer: int) -> None:
@@ -70,15 +75,31 @@ class Levers:
             self.on_layer(phase, layer)
 
     def reserve(self, model: torch.nn.Module, tokens: int, rows: int = 1) -> None:
-        """Get, and on a GPU pin, the host memory for the layer inputs of `rows` rows of `tokens` tokens, before step 1.
+        """Get, and on a GPU pin, the memory for what layers keep of `rows` rows of `tokens` tokens, before step 1; disk too.
 
         Raises:
-            UserError: the host has not that much.
+            UserError: the host or the disk has not that much.
         """
-        inner = unwrap(model)
         if self.checkpointing is not None:
-            width = inner.config.hidden_size * inner.dtype.itemsize
-            self.checkpointing.reserve(device_of(inner), tokens * width, rows)
+            self.checkpointing.reserve(device_of(unwrap(model)), _input_bytes(unwrap(model), tokens), rows)
+
+    def discard(self) -> None:
+        """Let go of what an abandoned step left on the host and on disk."""
+        if self.checkpointing is not None:
+            self.checkpointing.discard()
+
+    def give_back_disk(self) -> None:
+        """Give the disk back until a next step needs it."""
+        if self.disk is not None:
+            self.discard()
+            self.disk.tier.shrink()
+
+    def close(self) -> None:
+        """Take checkpointing off the model, free the host memory and the disk."""
+        if self.checkpointing is not None:
+            self.checkpointing.remove()
+        if self.disk is not None:
+            self.disk.tier.close()
 
     def read_back(self) -> Iterator[tuple[str, str, str]]:
         """Lines of the run header, (lever, value, reason), of what is on the live model."""
@@ -101,9 +122,13 @@ class Levers:
         for reason in sorted({reason for reason in reasons if reason is not None}):
             whole = f"{reasons.count(reason)} of {stats.layers} checkpointed whole"
             yield "layers", whole, f"attention runs forward twice: {reason}"
-        stay = f", the last {self.plan.keep_on_device} stay" if self.plan.keep_on_device else ""
-        where = f"to host memory{stay}" if self.plan.offload else "on the device"
-        yield "layer inputs", where, f"{stats.moved} of {stats.layers} layers move theirs; the rest is computed again"
+        for kind, name in (("input", "layer inputs"), ("output", "attention outputs")):
+            places = self.checkpointing.places()[kind]
+            yield name, ", ".join(f"{places[place]} {where}" for place, where in _WHERE.items() if places[place]), ""
+        if self.disk is not None:
+            yield "disk", *self.disk.describe()
+        elif self.args.offload_folder is not None:
+            yield "disk", "not used", "what layers keep fits without offload_folder"
 
     def _streaming(self) -> str:
         """How the streamed layers work, in words."""
@@ -164,8 +189,7 @@ def unprepare(model: Model) -> Model:
         return model
     if not getattr(inner.__dict__.get("forward"), _MARK, False):
         raise UserError("the forward of the model was wrapped again after prepare", do="Undo that first")
-    if state.checkpointing is not None:
-        state.checkpointing.remove()
+    state.close()
     _restore_attention(inner, state.settings)
     del inner.forward
     del inner.__dict__[_STATE]
@@ -209,9 +233,11 @@ def _install(model: PreTrainedModel, args: SFTConfig, plan: Plan, settings: Sett
     from megaspan.attention import install
     from megaspan.layers.head import check_head
 
-    head = check_head(model)
+    with gathered_head(model):
+        head = check_head(model)
     signature = signature_of(settings.original)
     before = proof.reference(model)
+    state = None
     try:
         kernel = install(model)
         proof.prove_attention(model, before)
@@ -219,6 +245,8 @@ def _install(model: PreTrainedModel, args: SFTConfig, plan: Plan, settings: Sett
         if plan.checkpoint:
             _checkpoint(model, state)
     except BaseException:
+        if state is not None:
+            state.close()
         _restore_attention(model, settings)
         raise
     model.__dict__[_STATE] = state
@@ -226,20 +254,27 @@ def _install(model: PreTrainedModel, args: SFTConfig, plan: Plan, settings: Sett
 
 
 def _checkpoint(model: PreTrainedModel, state: Levers) -> None:
-    from megaspan.layers.checkpoint import Checkpointing, checkpointed_layers
+    from megaspan.layers.checkpoint import checkpointed_layers, checkpointing_of
     from megaspan.layers.stream import LayerPlan
     from megaspan.layers.streamed import Streaming
 
     plan, limit = state.plan, state.plan.host_limit or None
+    keep = _policy(plan, len(checkpointed_layers(model)))
+    state.disk = open_disk(state.args, keep)
+    tier = None if state.disk is None else state.disk.tier
     if plan.streamed:
         tiles = LayerPlan(plan.layer_tile_tokens, plan.kv_heads_per_call, getattr(plan, "stream_back", False))
-        layers = len(checkpointed_layers(model))
-        state.checkpointing = Streaming(tiles, _policy(plan, layers), state.layer_reached, host_limit=limit)
+        state.checkpointing = Streaming(tiles, keep, state.layer_reached, host_limit=limit, disk=tier)
     else:
-        state.checkpointing = Checkpointing(plan.offload, plan.keep_on_device, state.layer_reached, host_limit=limit)
+        state.checkpointing = checkpointing_of(keep, state.layer_reached, limit, tier)
     state.checkpointing.install(model)
+    if state.disk is not None:
+        row = state.checkpointing.row_to_disk(_input_bytes(model, plan.tokens))
+        state.disk.judge(row, plan.seconds, state.args.allow_slow_disk)
     layer = checkpointed_layers(model)[0]
     state.settings = replace(state.settings, checkpoint_seam=(layer, layer.__dict__["_gradient_checkpointing_func"]))
+    if isinstance(state.checkpointing, Streaming) and state.checkpointing.balances:
+        state.settings = replace(state.settings, balancing=state.checkpointing.balancing)
 
 
 def _policy(plan: Any, layers: int) -> Any:
@@ -252,6 +287,12 @@ def _policy(plan: Any, layers: int) -> Any:
     ]
     kept = range(layers - plan.keep_outputs, layers)
     return KeepPolicy(tuple(LayerKeep(place, place if index in kept else None) for index, place in enumerate(places)))
+
+
+def _input_bytes(model: PreTrainedModel, tokens: int) -> int:
+    """Bytes of one layer's input."""
+    width: int = model.config.hidden_size * model.dtype.itemsize
+    return tokens * width
 
 
 def _restore_attention(model: PreTrainedModel, settings: Settings) -> None:
