@@ -8,6 +8,7 @@ the live rotary module, the kernel that will run, the arena that was pinned, not
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -85,9 +86,8 @@ class Job:
         self.levers.on_layer = on_layer
 
     def discard_step(self) -> None:
-        """Lets go of what an abandoned step left on the host."""
-        if self.levers.checkpointing is not None:
-            self.levers.checkpointing.discard()
+        """Lets go of what an abandoned step left on the host and on disk."""
+        self.levers.discard()
 
     def prepare_eval(self, dataset: Any) -> Rows:
         """Held-out rows of another dataset, by the options of the run."""
@@ -284,9 +284,10 @@ def set_up(
         set_seed(args.seed)
 
     seconds: dict[str, float] = {}
+    machine = world.agree(world.machine())
     with _timed(seconds, "tokenise"):
         if given is None:
-            plan_command(args, world.machine())  # refuses positions and models that cannot be, before the text is read
+            plan_command(args, machine)  # refuses positions and models that cannot be, before the text is read
             tokenizer = tokenizer or load_tokenizer(args)
         rows = prepare_rows(args, tokenizer, split="train", dataset=train_dataset, report=_say)
         eval_rows = None
@@ -301,13 +302,23 @@ def set_up(
         if peft_config is not None or args.use_peft:
             loaded = wrap_lora(loaded, args, peft_config)
     with _timed(seconds, "levers"):
-        plan = choose(args, loaded.facts, world.machine(), longest=int(rows.lengths.max()))
+        plan = choose(args, loaded.facts, machine, longest=int(rows.lengths.max()))
+        world.same_everywhere("the plan", _digest(plan))
         prepare(loaded.model, args, plan)
+    placed = levers(loaded.model)
+    assert placed is not None
+    if placed.disk is not None and placed.disk.speed is not None:
+        seconds["disk speed"] = placed.disk.seconds
+        seconds["levers"] -= placed.disk.seconds
     with _timed(seconds, "pin"):
-        placed = levers(loaded.model)
-        assert placed is not None
         placed.reserve(loaded.model, int(rows.lengths.max()))
     return Job(args, loaded, rows, eval_rows, plan, device, seconds)
+
+
+def _digest(plan: Plan) -> str:
+    """Of all that decides in which order a rank calls the others."""
+    decided = (plan.keep, plan.streamed, plan.kv_heads_per_call, plan.layer_tile_tokens, plan.stream_back)
+    return hashlib.sha256(repr((*decided, plan.loss_tile_tokens, plan.states)).encode()).hexdigest()
 
 
 def _checked(rows: Rows, loaded: LoadedModel) -> Rows:

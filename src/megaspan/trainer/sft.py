@@ -189,7 +189,10 @@ class SFTTrainer:
                 save=save,
                 unlogged=self._unlogged,
             )
-            loop.run()
+            try:
+                loop.run()
+            finally:
+                job.levers.give_back_disk()  # the final model may need the room
         seconds = time.monotonic() - begun
         return TrainOutput(state.global_step, loop.mean_loss, {"train_runtime": seconds, "train_loss": loop.mean_loss})
 
