@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,8 @@ from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kerne
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from megaspan.human import UserError
-from megaspan.layers.checkpoint import Checkpointing, checkpointed_layers, draws_random_numbers
+from megaspan.layers.checkpoint import Checkpointing, checkpointed_layers
+from megaspan.layers.dropout import counter_mask, other_randomness
 from tests.models import HIDDEN, batch, gradients, tiny
 
 LAYERS = 4
@@ -195,8 +197,8 @@ def test_a_layer_used_twice_and_an_input_used_by_two() -> None:
 def test_dropout_is_the_same_in_the_recomputation() -> None:
     """The recomputation draws the numbers of the forward, and only layers that draw any save the generator's state."""
     plain = tiny("llama", layers=LAYERS, attention_dropout=0.3)
-    assert draws_random_numbers(plain.model.layers[0])
-    assert not draws_random_numbers(tiny("llama").model.layers[0])
+    assert "attention_dropout" in other_randomness(plain.model.layers[0])
+    assert other_randomness(tiny("llama").model.layers[0]) is None
     model, _ = checkpointed(plain, True, 1)
     torch.manual_seed(3)
     want = step(plain, 32)
@@ -216,16 +218,24 @@ def test_lora_gradients_arrive_in_every_layer(dropout: float) -> None:
         r=4, lora_dropout=dropout, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM"
     )
     plain = peft.get_peft_model(tiny("qwen3", layers=LAYERS), settings)
-    assert draws_random_numbers(plain.base_model.model.model.layers[0]) == (dropout > 0)
-    model, _ = checkpointed(plain, True, 1)
-    torch.manual_seed(1)
-    want = step(plain, 32)
+    model, checkpointing = checkpointed(plain, True, 1)
     torch.manual_seed(1)
     got = step(model, 32)
-    assert_equal(got, want)
+    seed = checkpointing.dropout.step_seed
+    assert (seed is None) == (dropout == 0)
+    for index, layer in enumerate(plain.base_model.model.model.layers):
+        for name, module in layer.named_modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.forward = functools.partial(_masked, seed, index, name, dropout)
+    assert_equal(got, step(plain, 32))
     b_matrices = [tensor for name, tensor in got.items() if "lora_B" in name]
     assert len(b_matrices) == 3 * LAYERS
     assert all(bool(tensor.any()) for tensor in b_matrices)
+
+
+def _masked(seed: int, index: int, name: str, p: float, x: torch.Tensor) -> torch.Tensor:
+    """Dropout by counter in plain torch."""
+    return torch.where(counter_mask(seed, index, name, 0, x.shape[1], x.shape[2], p), x * (1 / (1 - p)), 0.0)
 
 
 def test_autocast_holds_in_the_recomputation() -> None:

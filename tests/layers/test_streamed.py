@@ -175,7 +175,7 @@ def test_fewer_kv_heads_a_call_change_nothing(group, tile):
 def test_fused_norms_are_put_in_and_taken_out():
     plain = tiny("qwen3")
     model, streaming = streamed(plain, LayerPlan(tile_tokens=5, fused_norms=True))
-    assert sum("forward" in module.__dict__ for module in model.modules()) == 2 * 4 + 1  # and the one behind the layers, which runs in tiles
+    assert sum("forward" in module.__dict__ for module in model.modules()) == 2 * 4 + 1
     assert_parity(plain, model, batch(21), 1e-4)
     streaming.remove()
     assert not any("forward" in module.__dict__ for module in model.modules())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from megaspan.human import UserError
-from megaspan.model import prepare, unprepare, wrap_lora
+from megaspan.layers.dropout import counter_mask
+from megaspan.model import levers, prepare, unprepare, wrap_lora
 from megaspan.model.load import LoadedModel
 from tests.model.support import plan, settings, step
 from tests.models import assert_same_gradients, batch, tiny
@@ -62,24 +64,51 @@ def test_every_layer_learns_and_the_base_does_not() -> None:
     assert all(parameter.grad is None for name, parameter in model.named_parameters() if "lora_" not in name)
 
 
-WHOLE = [plan(streamed=False), plan(streamed=False, offload=False), plan(checkpoint=False)]
+WHOLE = [plan(streamed=False), plan(streamed=False, offload=False)]
+TILES = [plan(), plan(offload=False), plan(heads=1), plan(outputs=1)]
+HOW = ("whole host", "whole device", "tiles host", "tiles device", "grouped", "again")
 
 
-@pytest.mark.parametrize("how", WHOLE, ids=["host", "device", "none"])
-def test_dropout_is_the_same_in_the_recomputation(how: Any) -> None:
-    """Random numbers of whole layers are drawn again alike: the step is plain peft's under the same seed.
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+@pytest.mark.parametrize("how", [*WHOLE, *TILES], ids=HOW)
+def test_dropout_is_plain_pefts_with_the_mask_of_the_counter(how: Any, family: str) -> None:
+    """In tiles, in head groups, run again or whole: loss and gradients are those of plain peft with the same mask in it."""
+    args = lora(lora_dropout=0.3, lora_target_modules="all-linear")
+    long, plain = prepare(wrapped(family, args), args, how), wrapped(family, args)
+    seeds = []
+    for seed in (11, 12):
+        torch.manual_seed(seed)
+        got_loss, got = step(long, **batch(LENGTH))
+        torch.manual_seed(seed)
+        seeds.append(int(torch.randint(2**62, ())))  # a forward draws one number, before anything else does
+        mask_by_hand(plain, seeds[-1])
+        want_loss, want = step(plain, **batch(LENGTH))
+        assert got_loss == pytest.approx(want_loss, rel=1e-6)
+        assert_same_gradients(got, want)
+    state: Any = levers(long)
+    assert getattr(state.checkpointing.stats(), "streamed", 0) == (2 if how.streamed else 0)
 
-    A streamed layer draws by tile, so not plain peft's numbers: `tests/layers/test_streamed.py` holds it to its own forward.
-    """
+
+def mask_by_hand(plain: Any, step_seed: int) -> None:
+    """Puts the counter's masks into plain peft's dropouts, in plain torch."""
+    for index, layer in enumerate(plain.base_model.model.model.layers):
+        for name, module in layer.named_modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.forward = partial(_masked, step_seed, index, name, module.p)  # type: ignore[method-assign]
+
+
+def _masked(step_seed: int, index: int, name: str, p: float, x: torch.Tensor) -> torch.Tensor:
+    return x * counter_mask(step_seed, index, name, 0, x.shape[1], x.shape[2], p) / (1 - p)
+
+
+def test_dropout_without_checkpointing_is_pefts_own() -> None:
     args = lora(lora_dropout=0.3, lora_target_modules=["q_proj", "down_proj"])
     found = []
-    for model in (wrapped("qwen3", args), prepare(wrapped("qwen3", args), args, how)):
+    for model in (wrapped("qwen3", args), prepare(wrapped("qwen3", args), args, plan(checkpoint=False))):
         torch.manual_seed(11)
         found.append(step(model, **batch(LENGTH)))
     assert found[1][0] == pytest.approx(found[0][0], rel=1e-6)
     assert_same_gradients(found[1][1], found[0][1])
-    torch.manual_seed(12)
-    assert step(model, **batch(LENGTH))[0] != found[1][0]
 
 
 def test_dropout_on_the_head() -> None:

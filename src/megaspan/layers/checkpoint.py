@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import re
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,12 +32,12 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from megaspan.human import UserError
+from megaspan.layers.dropout import DropoutHandle, install_dropout
 from megaspan.memory.disk import DiskTier
 from megaspan.memory.offload import LayerInputs, OffloadStats
 from megaspan.memory.saved import SavedInput
 from megaspan.plan.keep import KeepPolicy, Place
 
-_RANDOM = re.compile(r"drop|jitter|noise")
 _LAYERS_AHEAD = 2
 
 
@@ -51,27 +50,6 @@ def checkpointed_layers(model: torch.nn.Module) -> list[GradientCheckpointingLay
             layers.append(module)
             inside = f"{name}."
     return layers
-
-
-def draws_random_numbers(layer: torch.nn.Module) -> bool:
-    """Whether a forward of `layer` in training may use the random generator.
-
-    True for dropout modules with a rate, and wherever a module or its configuration has a positive number called something with
-    drop, jitter or noise: a rate that is not used costs microseconds, one that is missed costs the gradient.
-    """
-    seen: set[int] = set()
-    for module in layer.modules():
-        if isinstance(module, torch.nn.modules.dropout._DropoutNd) and module.p > 0:
-            return True
-        config = getattr(module, "config", None)
-        for holder in (module, config):
-            if holder is None or id(holder) in seen:
-                continue
-            seen.add(id(holder))
-            for name, value in vars(holder).items():
-                if isinstance(value, float) and value > 0 and _RANDOM.search(name):
-                    return True
-    return False
 
 
 @dataclass(frozen=True)
@@ -112,6 +90,7 @@ class Checkpointing:
     ) -> None:
         self.offload, self.keep_on_device, self.on_layer = offload, keep_on_device, on_layer
         self._host_limit, self._disk, self._layers_on_disk = host_limit, disk, layers_on_disk
+        self.dropout = DropoutHandle()
         self._inputs: LayerInputs | None = None
         self._layers: list[GradientCheckpointingLayer] = []
         self._before: list[tuple[torch.nn.Module, dict[str, Any]]] = []
@@ -134,6 +113,7 @@ class Checkpointing:
             raise UserError(
                 f"{type(model).__name__} has no layers that transformers can checkpoint", do="Set gradient_checkpointing: false"
             )
+        self.dropout = install_dropout(self._layers)
         for index, layer in enumerate(self._layers):
             self._set(layer, functools.partial(self._run, index))
         for module in model.modules():
@@ -149,6 +129,7 @@ class Checkpointing:
                     module.__dict__.pop(name, None)
                 else:
                     setattr(module, name, value)
+        self.dropout.remove()
         self._before, self._layers = [], []
         if self._inputs is not None:
             self._inputs.close()
@@ -220,6 +201,9 @@ class Checkpointing:
         if not args and isinstance(function, functools.partial):  # a model that passes the hidden states by name
             function, args = _hidden_first(function)
         hidden = args[0]
+        if index == 0:
+            self.dropout.draw()
+        place = (self.dropout.step_seed, index, 0, hidden.shape[-2] if hidden.ndim == 3 and hidden.shape[0] == 1 else None)
         # In order of preference; torch reads them for its own context manager and has no public reader.
         backends = _cur_sdpa_kernel_backends(with_priority=True)
         recomputing = False
@@ -228,14 +212,15 @@ class Checkpointing:
             nonlocal recomputing
             if not recomputing:
                 recomputing = True
-                return function(*inputs)
+                with self.dropout.at(*place):
+                    return function(*inputs)
             self._announce("backward", index, inputs[0].device)
-            with sdpa_kernel(backends, set_priority=True):
+            with sdpa_kernel(backends, set_priority=True), self.dropout.at(*place):
                 return function(*inputs)
 
         self._announce("forward", index, hidden.device)
         checkpointed = functools.partial(
-            checkpoint, run, *args, use_reentrant=False, preserve_rng_state=draws_random_numbers(self._layers[index])
+            checkpoint, run, *args, use_reentrant=False, preserve_rng_state=self.dropout.cover(self._layers[index]) is not None
         )
         if not self.offload:
             return checkpointed()

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -63,6 +64,19 @@ def computes_in(parameter: Tensor, dtype: torch.dtype) -> None:
 def is_master(parameter: Tensor) -> bool:
     """Whether a sharded parameter is the fp32 master of what is computed with."""
     return isinstance(parameter, DTensor) and compute_dtype(parameter) != parameter.dtype
+
+
+def all_gather(whole: Tensor, mine: Tensor, group: Any) -> None:
+    """Every rank's `mine`, one behind the other, into `whole`; both contiguous."""
+    # torch 2.13 has renamed both collectives, and warns of the names that 2.11 has.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(whole, mine, group=group)
+
+
+def reduce_scatter(mine: Tensor, whole: Tensor, group: Any) -> None:
+    """The sum of every rank's `whole`, this rank's part of it into `mine`; both contiguous."""
+    reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    reduce(mine, whole, group=group)
 
 
 @dataclass(frozen=True, eq=False)

@@ -29,12 +29,13 @@ from torch.autograd.function import once_differentiable
 from megaspan.attention import AttentionCall
 from megaspan.attention.attend import backward_with, forward_with, settle
 from megaspan.layers.balance import Balance
+from megaspan.layers.dropout import DropoutHandle
 from megaspan.layers.family import Family, after, attention_trains, before
 from megaspan.layers.halves import Halves
 from megaspan.layers.reuse import Reuse
 from megaspan.layers.routing import Router, Routing
 from megaspan.layers.tape import Kept, Stores, Tape
-from megaspan.layers.tile import GradientSums, drawing, tiles
+from megaspan.layers.tile import GradientSums, tiles
 from megaspan.plan.keep import Place
 
 Tiles: TypeAlias = Callable[[Sequence[slice]], Iterator[Tensor]]
@@ -113,7 +114,8 @@ class LayerRun:
         arguments: the layer's keyword arguments.
         parameters: those of the layer that want a gradient.
         wants_x: whether the layer's input wants one.
-        seed: for layers that draw random numbers, the step's seed, else None.
+        dropout: tells the layer's dropouts where the computation is.
+        seed: the number of this forward, for them; None where there are none.
         counts: where attention calls are counted.
         on_backward: called when the backward begins.
         reuse: tells whether the memory of an incoming gradient is free.
@@ -134,6 +136,7 @@ class LayerRun:
     arguments: dict[str, Any]
     parameters: Sequence[Tensor]
     wants_x: bool
+    dropout: DropoutHandle
     seed: int | None
     counts: Counts
     on_backward: Callable[[], None]
@@ -170,8 +173,7 @@ class LayerRun:
             "cache_enabled": False,
         }
         asked, groups, kv_heads = None, self.groups, self.plan.kv_heads_per_call
-        # Random numbers that this draws are not to be missing in the tiles.
-        with torch.no_grad(), torch.autocast(**autocast), drawing(self.seed, x_BTE.device):
+        with torch.no_grad(), torch.autocast(**autocast), self._at(slice(0, 1)):
             if self.halves is not None:
                 asked = self.halves.ask(self.layer, self.family, x_BTE, self.arguments)
             if kv_heads is not None:
@@ -194,7 +196,7 @@ class LayerRun:
                 outs = (_heads([part[:, tokens] for part in parts]) for tokens in cuts)
             y_BTE: Tensor | None = None
             for tokens, out in zip(cuts, outs, strict=True):
-                with self._drawing(tokens, 1), self._choosing(tokens):
+                with self._at(tokens), self._choosing(tokens):
                     tile = self._after(x_BTE[:, tokens], out)
                 if len(cuts) == 1:
                     return tile
@@ -246,7 +248,7 @@ class LayerRun:
         for tokens, x_tile, out_tile in zip(cuts, kept.input_tiles(cuts), kept.output_tiles(cuts), strict=True):
             x_tile = x_tile.detach().requires_grad_(self.wants_x)
             out_tile = out_tile.detach().requires_grad_(needs_attention)
-            with torch.enable_grad(), self._drawing(tokens, 1), self._choosing(tokens) as probabilities:
+            with torch.enable_grad(), self._at(tokens), self._choosing(tokens) as probabilities:
                 y_tile = self._after(x_tile, out_tile)
             parts: list[Tensor | None] = [None, None]
             if y_tile.requires_grad:
@@ -286,7 +288,7 @@ class LayerRun:
         if once:
             (x_whole,) = kept.input_tiles(cuts)
             x_whole = x_whole.detach().requires_grad_(self.wants_x)
-            with torch.enable_grad(), self._drawing(cuts[0], 0):
+            with torch.enable_grad(), self._at(cuts[0]):
                 call = self._before(x_whole, cuts[0])
         dks, dvs, d_sinks = [], [], []
         for number, group in enumerate(self.groups):
@@ -303,7 +305,7 @@ class LayerRun:
         for tokens, x_tile in zip(cuts, [x_whole] if once else kept.input_tiles(cuts), strict=True):
             if call is None:
                 x_tile = x_tile.detach().requires_grad_(self.wants_x)
-                with torch.enable_grad(), self._drawing(tokens, 0):
+                with torch.enable_grad(), self._at(tokens):
                     call = self._before(x_tile, tokens)
             outputs = [call.q_BHTD, call.k_BGSD, call.v_BGSD]
             gradients = [
@@ -367,7 +369,7 @@ class LayerRun:
             ]
         for tokens, x_tile in zip(cuts, x(cuts), strict=True):
             into = tuple(buffer[:, tokens] for buffer in whole) if self.asked is not None and whole else None
-            with torch.no_grad(), self._drawing(tokens, 0):
+            with torch.no_grad(), self._at(tokens):
                 call = self._before(x_tile, tokens, group, into)
             if len(cuts) == 1:
                 return call
@@ -401,10 +403,9 @@ class LayerRun:
     def _tiles(self, x: Tensor) -> list[slice]:
         return tiles(x.shape[1], self.plan.tile_tokens)
 
-    def _drawing(self, tokens: slice, half: int) -> AbstractContextManager[None]:
-        """One seed for each tile and half of the layer."""
-        device = self.parameters[0].device if self.parameters else next(self.layer.parameters()).device
-        return drawing(None if self.seed is None else self.seed + 2 * tokens.start + half, device)
+    def _at(self, tokens: slice) -> AbstractContextManager[None]:
+        """The place of a tile, which its dropout masks depend on."""
+        return self.dropout.at(self.seed, self.index, tokens.start, tokens.stop - tokens.start)
 
 
 class _StreamedLayer(torch.autograd.Function):

@@ -22,7 +22,8 @@ from transformers import PreTrainedModel
 
 from megaspan.attention.seam import NAME, refuse_packed
 from megaspan.layers.balance import Balance, knows_balance
-from megaspan.layers.checkpoint import CheckpointStats, checkpointed_layers, checkpointing_of, draws_random_numbers
+from megaspan.layers.checkpoint import CheckpointStats, checkpointed_layers, checkpointing_of
+from megaspan.layers.dropout import other_randomness
 from megaspan.layers.family import Family, describe
 from megaspan.layers.fused import Fused
 from megaspan.layers.halves import Halves, find_halves
@@ -30,6 +31,7 @@ from megaspan.layers.norms import fuse_norms, unfuse_norms
 from megaspan.layers.reuse import Reuse
 from megaspan.layers.routing import Router, find_router, watching
 from megaspan.layers.selfcheck import prove_family
+from megaspan.layers.shards import compute_dtype
 from megaspan.layers.stream import Counts, LayerPlan, LayerRun
 from megaspan.layers.tape import Stores, Tape, most_waiting, passing
 from megaspan.layers.tokenwise import tile_final_norm
@@ -54,6 +56,7 @@ class StreamStats(CheckpointStats):
         fused_attentions: layers whose first half (q/k norm, rotary embedding) runs fused.
         fused_mlps: layers whose MLP does.
         compiled: fused formulas that run compiled so far.
+        routed: of the streamed layers those with experts, which are chosen in the forward alone.
     """
 
     streamed: int = 0
@@ -64,6 +67,7 @@ class StreamStats(CheckpointStats):
     fused_attentions: int = 0
     fused_mlps: int = 0
     compiled: int = 0
+    routed: int = 0
 
 
 @final
@@ -128,7 +132,7 @@ class Streaming:
         self._routers = {index: router for index, router in enumerate(found) if isinstance(router, Router)}
         self.balances = _balances(model, found)
         families = [
-            _asks_for_more(layer, self.balances) or (router if isinstance(router, str) else describe(layer))
+            _asks_for_more(layer, self.balances) or _draws(layer) or (router if isinstance(router, str) else describe(layer))
             for layer, router in zip(self._layers, found, strict=True)
         ]
         fused, proof = self.plan.fused, None
@@ -237,6 +241,7 @@ class Streaming:
             fused_attentions=sum(halves.attention for halves in self._halves.values()),
             fused_mlps=sum(halves.activation is not None for halves in self._halves.values()),
             compiled=self.fused.compiled,
+            routed=sum(index in self._routers for index in self._streamed()),
         )
 
     def places(self) -> dict[str, Counter[str]]:
@@ -272,7 +277,7 @@ class Streaming:
         """Bytes of attention's output and of its log-sum-exp for each byte of a layer's input."""
         attention = self._layers[self._streamed()[0]].self_attn
         projection = attention.o_proj
-        size = next(self._layers[self._streamed()[0]].parameters()).dtype.itemsize
+        size = compute_dtype(next(self._layers[self._streamed()[0]].parameters())).itemsize
         heads = projection.in_features / getattr(attention, "head_dim", projection.in_features)
         return projection.in_features / projection.out_features, heads * max(4, size) / (projection.out_features * size)
 
@@ -313,7 +318,7 @@ class Streaming:
             return self._inside_hooks(layer, index, family, checkpointed, function, *args)
         arguments = dict(getattr(function, "keywords", {}))
         x = args[0] if args else arguments.pop("hidden_states", None)
-        if len(args) > 1 or not _known_call(layer, x, arguments):
+        if len(args) > 1 or not _known_call(layer, x, arguments) or self.general.dropout.cover(layer) is not None:
             self._counts.passed_on += 1
             with self._watching(index, layer):
                 return checkpointed(function, *args)
@@ -322,6 +327,8 @@ class Streaming:
         trains = torch.is_grad_enabled()
         if trains:
             self.general._announce("forward", index, x.device)
+            if index == 0:
+                self.general.dropout.draw()
         run = LayerRun(
             index=index,
             layer=layer,
@@ -331,7 +338,8 @@ class Streaming:
             arguments=arguments,
             parameters=[parameter for parameter in layer.parameters() if parameter.requires_grad and trains],
             wants_x=x.requires_grad,
-            seed=int(torch.randint(2**62, ())) if trains and draws_random_numbers(layer) else None,
+            dropout=self.general.dropout,
+            seed=self.general.dropout.step_seed if trains else None,
             counts=self._counts,
             on_backward=functools.partial(self.general._announce, "backward", index, x.device),
             reuse=self.reuse,
@@ -398,6 +406,12 @@ def _asks_for_more(layer: Any, balances: bool) -> str | None:
     wanted = [name for name in _WANTED_FROM_INSIDE if getattr(config, name, False)]
     wanted = [name for name in wanted if not (balances and name == "output_router_logits")]
     return f"its configuration asks for {', '.join(wanted)}" if wanted else None
+
+
+def _draws(layer: Any) -> str | None:
+    """What in the layer draws random numbers that would depend on the tile."""
+    left = other_randomness(layer)
+    return f"it draws random numbers in its own code: {left}" if left else None
 
 
 def _known_call(layer: Any, x: Any, arguments: dict[str, Any]) -> bool:

@@ -131,7 +131,7 @@ class SFTTrainer:
             seed=args.seed if args.data_seed is None else args.data_seed,
             shuffled=args.train_sampling_strategy == "random",
         )
-        optimizer = Optimizer(self.model, args, schedule.total_steps)
+        optimizer = Optimizer(self.model, args, schedule.total_steps, states=job.plan.states)
         self._start_state(schedule, optimizer)
         changed: dict[str, tuple[Any, Any]] = {}
         if checkpoint is not None:
