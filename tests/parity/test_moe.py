@@ -74,6 +74,8 @@ def test_loss_balance_and_every_gradient_equal_plain_transformers(family: str, l
         assert_parity(model_of(family), model, batch(length, seed=seed))
     stats = stats_of(model)
     assert (stats.streamed, stats.attention_forwards, stats.passed_on) == (LAYERS, 2 * LAYERS, 0)
+    line = ("experts", f"chosen once in {LAYERS} of {LAYERS} layers", "a balance loss is made of sums over tiles")
+    assert line in list(levers(model).read_back())  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("family", OTHERS)
@@ -82,6 +84,7 @@ def test_other_families(family: str) -> None:
     model = prepared(family)
     assert_parity(model_of(family), model, batch(41))
     assert (stats_of(model).streamed, stats_of(model).passed_on) == (LAYERS, 0)
+    assert stats_of(model).routed == (LAYERS if family == "olmoe" else LAYERS - 1)
 
 
 @pytest.mark.parametrize("keep", KEEPS)

@@ -17,6 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from megaspan.human import UserError
+from megaspan.layers.shards import compute_dtype
 from megaspan.model import proof
 from megaspan.model.disk import Disk, open_disk
 from megaspan.model.forward import (
@@ -118,6 +119,10 @@ class Levers:
         streamed = getattr(stats, "streamed", 0)
         if streamed:
             yield "layers", f"{streamed} of {stats.layers} streamed", self._streaming()
+        routed = getattr(stats, "routed", 0)
+        if routed:
+            balance = "a balance loss is made of sums over tiles" if self.settings.balancing is not None else ""
+            yield "experts", f"chosen once in {routed} of {stats.layers} layers", balance
         reasons = getattr(self.checkpointing, "reasons", ["this family is not proven for streaming"] * stats.layers)
         for reason in sorted({reason for reason in reasons if reason is not None}):
             whole = f"{reasons.count(reason)} of {stats.layers} checkpointed whole"
@@ -291,7 +296,7 @@ def _policy(plan: Any, layers: int) -> Any:
 
 def _input_bytes(model: PreTrainedModel, tokens: int) -> int:
     """Bytes of one layer's input."""
-    width: int = model.config.hidden_size * model.dtype.itemsize
+    width: int = model.config.hidden_size * compute_dtype(next(model.parameters())).itemsize
     return tokens * width
 
 
