@@ -260,6 +260,26 @@ def test_states_that_move_leave_the_device_and_reach_the_host() -> None:
         assert device - gone > 0.8 * gradient * count
 
 
+def test_a_segment_that_runs_again_is_a_moment_of_its_own() -> None:
+    """The gradient that waits, x, O, y and a head group, beside what the segment has stored and all that is kept below."""
+    facts, t = model_facts("qwen3-8b"), 1 << 20
+    again = (LayerKeep("host", None), *[LayerKeep(None, None)] * 5)
+    policy = KeepPolicy(again * 6, "device")
+    s = replace(PURE, tokens=t, streamed=True, kv_heads_per_call=1, stream_back=True, keep=policy)
+    x, out = input_bytes(facts, s), output_bytes(facts, s)
+    made = {moment.name: sum(part.bytes for part in moment.parts[:-1]) for moment in memory(facts, s).moments}
+    assert len([name for name in made if name.endswith("again")]) == 6
+    bare = memory(facts, replace(s, keep=replace(policy, again="host")))
+    elsewhere = {moment.name: sum(part.bytes for part in moment.parts[:-1]) for moment in bare.moments}
+    name = "layers 31 to 36 again"
+    assert made[name] - elsewhere[name] == 5 * x + 5 * out
+    working = 3 * x + t * facts.query_width * 2 + t * (facts.query_width + 2 * facts.kv_width) * 2 // 8
+    always = facts.parameters * 6 + t * (2 * 128 * 2 + 32)
+    assert elsewhere[name] == always + working + 2 * facts.head_parameters, "the head's gradient is there"
+    stored = [part for part in bare.waiting if part.name == "layers run again, pinned"]
+    assert sum(part.bytes for part in stored) == 5 * x + 6 * out, "with the last one's output, which is read in tiles"
+
+
 def test_gradients_of_several_rows_are_there_all_the_time() -> None:
     facts = model_facts("qwen3-4b")
     one, two = (memory(facts, replace(PURE, rows=rows)) for rows in (1, 2))

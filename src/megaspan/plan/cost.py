@@ -128,9 +128,10 @@ class Step:
         """The loss."""
         return loss_parts(self.facts, self.s)
 
-    def gradients(self, done: int) -> list[Part]:
-        """Of the head and the layers done; before any is, only those of a window's earlier rows."""
-        return [gradient_part(self.facts, self.s, done)] if done or self.s.rows > 1 else []
+    @cached_property
+    def earlier(self) -> list[Part]:
+        """Before the backward: gradients of a window's earlier rows."""
+        return [gradient_part(self.facts, self.s, 0)] if self.s.rows > 1 else []
 
     def fetched(self, phase: Phase, policy: KeepPolicy, index: int) -> tuple[int, int]:
         """Inputs and outputs on the device that are not kept there: of the layer at work, and whole those of the one below.
@@ -175,8 +176,8 @@ def memory(facts: ModelFacts, s: Settings) -> Memory:
     """Every moment of a step from the second on, when the optimizer's state exists."""
     step, policy, total = Step(facts, s), s.policy(facts.layers), facts.layers
     moments = [
-        ("forward", [*step.gradients(0), *_kept(step, policy, max(0, total - 1) if s.streams else total), *step.forward]),
-        ("loss", [*step.gradients(0), *_kept(step, policy, total), *_flying(step, policy), *step.loss]),
+        ("forward", [*step.earlier, *_kept(step, policy, max(0, total - 1) if s.streams else total), *step.forward]),
+        ("loss", [*step.earlier, *_kept(step, policy, total), *_flying(step, policy), *step.loss]),
     ]
     for index in _telling_layers(step, policy):
         for phase in step.phases:
@@ -185,9 +186,9 @@ def memory(facts: ModelFacts, s: Settings) -> Memory:
     if s.streams:
         for segment in policy.segments:
             if len(segment) > 1:
-                done = step.gradients(total - segment.stop)
+                done = gradient_part(facts, s, total - segment.stop)
                 held = [*_kept(step, policy, segment.stop), *_stored(step, policy, segment, segment.stop)]
-                moments.append((f"layers {segment[0] + 1} to {segment[-1] + 1} again", [*done, *held, *step.again]))
+                moments.append((f"layers {segment[0] + 1} to {segment[-1] + 1} again", [done, *held, *step.again]))
     moments.append(("optimizer", [gradient_part(facts, s, total), update_part(facts, s)]))
     made = []
     for name, parts in moments:
@@ -200,11 +201,11 @@ def memory(facts: ModelFacts, s: Settings) -> Memory:
 def _backward(step: Step, policy: KeepPolicy, index: int, phase: Phase) -> list[Part]:
     """One phase of one layer's backward. A checkpointed layer's gradients are part of its work until it is done."""
     s, total = step.s, step.facts.layers
-    gradients = step.gradients(total - index - 1 if s.checkpoint else total - index)
+    gradients = gradient_part(step.facts, s, total - index - 1 if s.checkpoint else total - index)
     if not s.checkpoint:
-        return [*gradients, *_kept(step, policy, index + 1), *phase.parts]
+        return [gradients, *_kept(step, policy, index + 1), *phase.parts]
     segment = next(each for each in policy.segments if index in each)
-    parts = [*gradients, *_kept(step, policy, index + 1, gone=index if not phase.uses_output else None)]
+    parts = [gradients, *_kept(step, policy, index + 1, gone=index if not phase.uses_output else None)]
     parts += _stored(step, policy, segment, index + 1)
     inputs, outputs = step.fetched(phase, policy, index)
     ahead = "of two tiles" if s.stream_back else "of this layer, and of the one below"

@@ -51,9 +51,24 @@ def fit(facts: ModelFacts, s: Settings, limits: Limits, states: tuple[StatePlan,
     for each in states:
         if (found := _cheapest(facts, replace(s, states=each), limits)) is not None:
             return _as_simple(facts, Fit(found, memory(facts, found), True), limits)
-    frugal = list(_dials(facts, replace(s, states=states[-1])))[-1]
-    frugal = replace(frugal, keep=fallback(facts, frugal))
-    return Fit(frugal, memory(facts, frugal), False)
+    frugal = min(_frugal(facts, s, states), key=lambda pair: missing(limits, pair[1]))
+    return Fit(*frugal, False)
+
+
+def missing(limits: Limits, used: Memory) -> int:
+    """Bytes that are too few on device and host together."""
+    device = max(0, used.device_bytes - limits.device) if used.gpu else 0
+    return device + max(0, used.host_bytes - limits.host)
+
+
+def _frugal(facts: ModelFacts, s: Settings, states: tuple[StatePlan, ...]) -> list[tuple[Settings, Memory]]:
+    """The dials that need least, for each place of the states."""
+    found = []
+    for each in states:
+        dials = list(_dials(facts, replace(s, states=each)))[-1]
+        dials = replace(dials, keep=fallback(facts, dials)) if s.checkpoint else dials
+        found.append((dials, memory(facts, dials)))
+    return found
 
 
 def can_fit(facts: ModelFacts, s: Settings, limits: Limits, states: tuple[StatePlan, ...] = (StatePlan(),)) -> bool:

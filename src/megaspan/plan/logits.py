@@ -35,7 +35,11 @@ def position_part(facts: ModelFacts, s: Settings) -> Part:
 def loss_parts(facts: ModelFacts, s: Settings) -> list[Part]:
     """The loss: tile, gradient of the head's weight in fp32, gradient of the hidden states; or all logits."""
     t, v, e, c, n = s.tokens, facts.vocab, facts.hidden, s.compute_bytes, s.loss_tile
-    parts = [Part("final norm, hidden states", t * e * (4 + 3 * c), s.place, f"t x E x {4 + 3 * c} B")]
+    tile = min(s.layer_tile, t) if s.streams else t
+    size, formula = t * e * 2 * c, f"t x E x {2 * c} B of input and output"
+    if tile == t:
+        size, formula = t * e * (4 + 3 * c), f"t x E x {4 + 3 * c} B"
+    parts = [Part("final norm, hidden states", size, s.place, formula)]
     if not s.chunked:
         formula = f"t x V x {NLL_BYTES} B: {format_tokens(t)} x {v:,} (loss_type: nll)"
         return [*parts, Part("all logits", t * v * NLL_BYTES, s.place, formula)]
@@ -56,7 +60,12 @@ def largest_allocation(facts: ModelFacts, s: Settings) -> Part:
     candidates = [
         Part("one MLP tensor", n * max(facts.mlp_width, facts.active_mlp_width) * c, s.place, f"{n:,} tokens x F x {c} B"),
         Part("queries of one call in fp32", round(t * share * facts.query_width * 4), s.place, f"t x {share:g} x Q x 4 B"),
-        Part("hidden states in fp32", t * facts.hidden * 4, s.place, "t x E x 4 B"),
+        Part(
+            "hidden states",
+            t * facts.hidden * (c if s.streams and n < t else 4),
+            s.place,
+            "t x E, in fp32 in a norm of a whole row",
+        ),
         Part("embedding or its gradient", facts.head_parameters * 4, s.place, "V x E x 4 B"),
     ]
     if not s.chunked:

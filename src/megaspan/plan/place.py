@@ -208,7 +208,7 @@ class Rooms:
                 return sum(tile_bytes(facts, s, name))
             return pair + (pair if uses else step.input)
 
-        gradients = [sum(part.bytes for part in step.gradients(done)) for done in range(layers + 1)]
+        gradients = [gradient_part(facts, s, done).bytes for done in range(layers)]
         work = max(phase.bytes + fetched(phase.name, phase.uses_output) for phase in step.phases)
         loss = sum(part.bytes for part in step.loss) + ahead_forward * pair
         forward = sum(part.bytes for part in step.forward)
@@ -216,7 +216,7 @@ class Rooms:
         return Pool(
             "device",
             None,
-            free - gradients[0] * (s.rows > 1) - max(loss, forward),
+            free - sum(part.bytes for part in step.earlier) - max(loss, forward),
             tuple(free - work - gradients[layers - index - 1] for index in range(layers)),
             tuple(free - again - gradients[layers - index - 1] for index in range(layers)),
             ahead,
