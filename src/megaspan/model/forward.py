@@ -149,10 +149,12 @@ def _with_labels(model: Any, settings: Settings, arguments: dict[str, Any]) -> A
         if settings.loss_type == "nll":
             check_logits_fit(hidden_tE.shape[0], head.weight_VE.shape[0], free_bytes(hidden_tE.device, settings.host_bytes))
         loss_function = plain_cross_entropy if settings.loss_type == "nll" else linear_cross_entropy
-        sums = loss_function(hidden_tE, head, labels_t, tile_tokens=settings.tile_tokens)
-    items = arguments.get("num_items_in_batch")
-    items = sums.tokens if items is None else torch.as_tensor(items, device=sums.loss.device)
-    loss = sums.loss / items.clamp(min=1)
+        items = arguments.get("num_items_in_batch")
+        items = labels_t.ne(-100).sum() if items is None else torch.as_tensor(items, device=labels_t.device)
+        items = items.clamp(min=1)
+        # With the divisor known the gradient of the hidden states is rounded once, not once more when it is scaled.
+        sums = loss_function(hidden_tE, head, labels_t, tile_tokens=settings.tile_tokens, incoming=1 / items)
+    loss = sums.loss / items
     aux_loss = None
     if balance is not None:
         aux_loss = balance.loss(hidden_tE.shape[0])
@@ -233,7 +235,7 @@ def _backbone(
                 do="Give position_ids, or pad on the right",
             )
         out = backbone(**_piece_inputs(arguments, piece), use_cache=False, return_dict=True, **more)
-        hidden.append(out.last_hidden_state[0])
+        hidden.append(out.last_hidden_state.flatten(0, 1))  # a view, whose gradient is one too: [0] would copy it
         if router:
             routers.append(out.router_logits)
     # One piece is the rule at a million tokens and is not copied.

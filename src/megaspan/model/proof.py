@@ -17,6 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from megaspan.human import UserError
+from megaspan.layers.shards import compute_dtype
 from megaspan.model.forward import backbone_of
 from megaspan.model.limits import device_of
 
@@ -53,7 +54,7 @@ def prove_attention(model: PreTrainedModel, before: Reference) -> None:
         UserError: its hidden states are not the plain model's.
     """
     distance_t = (_hidden(model, before.ids_t) - before.hidden_tE).norm(dim=1) / before.hidden_tE.norm(dim=1).clamp(min=1e-30)
-    exact = model.dtype in (torch.float32, torch.float64)
+    exact = compute_dtype(next(model.parameters())) in (torch.float32, torch.float64)
     # The median token: in bf16 the router of a mixture of experts may send a few of them elsewhere.
     distance = float(distance_t.median())
     if not distance <= (_EXACT if exact else _ROUNDED):
