@@ -362,6 +362,21 @@ def test_a_disk_that_fails_in_the_middle_of_a_step(
         tier.recall(good, torch.zeros(PAGE, dtype=torch.uint8))
     tier.discard()
     assert tier.stats().used == 0
+    # The next step begins anew: there may be room again.
+    assert torch.equal(back(tier, tier.park(noise(9 * PAGE, 3))), noise(9 * PAGE, 3))
+
+
+def test_the_disk_is_given_back_between_runs(tier: DiskTier) -> None:
+    tier.reserve([9 * PAGE])
+    parked = tier.park(noise(9 * PAGE, 1))
+    tier.shrink()
+    assert (tier.stats().used, tier.stats().file_bytes, os.fstat(tier._file._fd).st_blocks) == (0, 0, 0)
+    with pytest.raises(RuntimeError, match="dropped before"):
+        tier.recall(parked, torch.zeros(9 * PAGE, dtype=torch.uint8))
+    del parked
+    assert torch.equal(back(tier, tier.park(noise(5 * PAGE, 2))), noise(5 * PAGE, 2))
+    tier.close()
+    tier.shrink()
 
 
 # Folders

@@ -13,8 +13,10 @@ import torch
 from megaspan.human import UserError
 from megaspan.memory.diskspeed import DiskSpeed
 from megaspan.model import disk, levers, prepare, unprepare
+from megaspan.plan.facts import ModelFacts, read_config
 from megaspan.plan.keep import KeepPolicy, LayerKeep
-from megaspan.plan.seconds import Seconds, SecondsPart
+from megaspan.plan.parts import Settings
+from megaspan.plan.seconds import Seconds, SecondsPart, step_seconds
 from tests.memory.test_disk import ours
 from tests.model.support import plan, settings, step
 from tests.models import batch, tiny
@@ -93,6 +95,13 @@ def test_a_plan_with_a_disk_needs_a_folder(again: Any) -> None:
 
 def seconds(total: float) -> Seconds:
     return Seconds((SecondsPart("attention", total, ""), SecondsPart("waiting for the disk", 1e9, "assumed")), "")
+
+
+def test_the_planners_own_guess_has_the_name_that_is_left_out() -> None:
+    facts = ModelFacts.from_config(read_config("qwen3-8b"))
+    keep = KeepPolicy.everything(facts.layers, "disk")
+    made = Settings(2**17, True, 2, False, True, True, True, 2048, keep, streamed=True)
+    assert disk._WAITING in {part.name for part in step_seconds(facts, made, "NVIDIA H200").parts}
 
 
 def test_a_slow_disk_is_refused_and_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
