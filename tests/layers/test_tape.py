@@ -20,6 +20,7 @@ from megaspan.layers.streamed import Streaming
 from megaspan.layers.tape import most_waiting
 from megaspan.memory.disk import DiskTier
 from megaspan.plan.keep import PLACES, KeepPolicy, LayerKeep
+from tests.memory.latedisk import LateDisk
 from tests.models import assert_same_gradients, batch, gradients, tiny
 
 LAYERS = 5
@@ -150,6 +151,34 @@ def test_what_waits_on_disk_takes_two_layers_of_host_memory(plain, tmp_path, str
     assert streaming.places() == {"input": {"disk": LAYERS}, "output": {"disk": LAYERS}}
     streaming.remove()
     disk.close()
+
+
+@pytest.mark.parametrize(
+    ("stream_back", "asked"), [(False, [0, 1, 2, 3, 3]), (True, [0, 0, 1, 2, 3])], ids=["whole", "by tiles"]
+)
+def test_the_disk_is_asked_before_a_layer_is_reached(plain, stream_back, asked):
+    """Of five layers the upper two are still on the host. Whole ones leave it a layer ahead, and make room one sooner."""
+    disk, found = LateDisk(chance=1), []
+    model, streaming = made(plain, KeepPolicy.everything(LAYERS, "disk"), stream_back=stream_back, disk=disk)
+    streaming.general.on_layer = lambda phase, index: found.append(disk.reads // 3) if phase == "backward" else None
+    step(model, batch(20))
+    assert found == asked
+    assert not disk.living
+    streaming.remove()
+
+
+@pytest.mark.parametrize("stream_back", [False, True])
+def test_a_segment_that_comes_from_the_disk_is_asked_for_ahead_too(plain, stream_back):
+    """When layer 3's backward begins, the input from which layers 0 to 2 are run again is on its way."""
+    disk, found = LateDisk(chance=1), []
+    policy = KeepPolicy((LayerKeep("disk", None), *[LayerKeep(None, None)] * 2, *[LayerKeep("disk", "host")] * 2))
+    model, streaming = made(plain, policy, stream_back=stream_back, disk=disk)
+    streaming.general.on_layer = lambda phase, index: found.append(disk.reads) if phase == "backward" else None
+    step(model, batch(20))
+    # Layers 4, 3, 2; then 0 and 1 once more, before 1 and 0 themselves.
+    assert found[1:3] == ([1, 1] if not stream_back else [0, 1])
+    assert found[-1] == 1
+    streaming.remove()
 
 
 def test_rows_on_disk_whose_backwards_come_in_any_order(plain, disk):
