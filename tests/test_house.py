@@ -22,7 +22,7 @@ def test_a_file_is_short_and_says_what_it_is(path):
 
 @pytest.mark.parametrize("path", SOURCES, ids=NAMES)
 def test_only_world_reads_the_environment(path):
-    if path.name == "world.py":
+    if "world" in path.parts:
         return
     tree = ast.parse(path.read_text("utf-8"))
     reads = [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv")]

@@ -66,8 +66,13 @@ class Verb:
 
 
 def _train(call: Call) -> Result:
-    _one_process(call)
-    config = _config(call)
+    wish = _whole_number(call, "nproc")
+    config = _config(call)  # wrong options are said once, before any other process exists
+    from megaspan import launch
+
+    if (count := launch.processes(wish, config)) > 1:
+        words = ["train", *call.places, *call.flags, *(["--json"] if "json" in call.own else [])]
+        return _ended(launch.run(words, count))
     from megaspan.trainer import run
 
     result = run(config)
@@ -119,7 +124,8 @@ def _env(call: Call) -> Result:
 
 
 _JSON = {"json": Flag("print the result for programs")}
-_NPROC = {"nproc": Flag("processes, one per GPU; only 1 in this version", "N")}
+_NPROC = {"nproc": Flag("processes, one per GPU; without it one for each visible GPU", "N")}
+_ONE = {"nproc": Flag("only 1: evaluation runs on one device", "N")}
 _REHEARSE = {"rehearse": Flag("run every allocation and copy of a step on this machine, attention left out")}
 _SHOW = {"show": Flag("print row N with its trained tokens marked", "N")}
 _MERGE = {"merge": Flag("of a LoRA run, the base model with the adapter merged into it")}
@@ -148,7 +154,7 @@ VERBS = {
         "loss by position of a CONFIG.yaml, run or model folder",
         _eval,
         (1, 1),
-        _NPROC | _JSON,
+        _ONE | _JSON,
         True,
     ),
     "export": Verb("export RUN OUT [--merge]", "write a folder that plain transformers loads", _export, (2, 2), _MERGE | _JSON),
@@ -160,6 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command line, prints its result. Returns the exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     as_json = "--json" in arguments
+    rank = _rank()
     try:
         # Libraries print where they like; only the result may reach stdout. What `data` prints is its result.
         quiet = as_json or arguments[:1] != ["data"]
@@ -167,6 +174,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             result = _run(arguments)
     except (Exception, KeyboardInterrupt) as error:
         result = _failure(error)
+    if result.code == DONE and rank > 0:  # the result is rank 0's to show
+        return result.code
+    if result.value is None:  # another process shows it
+        return result.code
     try:
         text = json.dumps(_for_json(result.value), default=str, indent=2, allow_nan=False) if as_json else result.text
         if text:
@@ -239,7 +250,7 @@ def _whole_number(call: Call, name: str) -> int | None:
 
 def _one_process(call: Call) -> None:
     if (count := _whole_number(call, "nproc")) not in (None, 1):
-        raise UserError("--nproc must be 1: this version trains on one device", got=count, do="Leave it out")
+        raise UserError("--nproc must be 1: evaluation runs on one device", got=count, do="Leave it out")
 
 
 # Failures
@@ -271,14 +282,45 @@ def _hearing_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
+def _rank() -> int:
+    """This process's number among those that a launcher started; under our own launcher it also ends with its parent."""
+    from megaspan import world
+
+    started = world.launch()
+    if started.by == "megaspan train":
+        world.follow_parent()
+    return started.rank
+
+
 def _failure(error: BaseException) -> Result:
-    """Says on stderr what went wrong; the result holds the exit code and, for programs, the sentences."""
+    """Says on stderr what went wrong; the result holds the exit code and, for programs, the sentences.
+
+    Of several ranks one says it, the one that failed first: under `megaspan train` by the parent process.
+    """
+    from megaspan import world
+
     code, sentences = _judge(error)
-    if code == FAILED:  # ours to mend, so all of it is shown
-        traceback.print_exception(error)
+    trace = "".join(traceback.format_exception(error)) if code == FAILED else ""  # ours to mend, so all of it is shown
+    if (failure := world.report_failure(code, sentences, trace)) is None:
+        return Result("", None, code)
+    return _say(code, failure.sentences, failure.trace)
+
+
+def _say(code: int, sentences: list[str], trace: str) -> Result:
+    print(trace, end="", file=sys.stderr)
     for sentence in sentences:
         print(f"megaspan: {sentence}", file=sys.stderr)
     return Result("", {"exit_code": code, "errors": sentences}, code)
+
+
+def _ended(failure: Any) -> Result:
+    """The end of ranks that this process started; rank 0 has shown the result itself."""
+    if failure is None:
+        return Result("", None)
+    first, *more = failure.sentences
+    if failure.code in (FAILED, OUT_OF_MEMORY) and not first.startswith("rank "):
+        first = f"rank {failure.rank}: {first}"
+    return _say(failure.code, [first, *more], failure.trace)
 
 
 def _judge(error: BaseException) -> tuple[int, list[str]]:

@@ -11,12 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megaspan.human import UserError
-
-
-def legal_sp(heads: int, kv_heads: int) -> tuple[int, ...]:
-    """The sp sizes that split these heads: divisors of the query heads that divide the KV heads or are a multiple of them."""
-    return tuple(sp for sp in range(1, heads + 1) if heads % sp == 0 and (kv_heads % sp == 0 or sp % kv_heads == 0))
+from megaspan.config.parallel import check_heads
+from megaspan.config.parallel import legal_sp as legal_sp
 
 
 @dataclass(frozen=True)
@@ -37,14 +33,7 @@ class HeadSplit:
     sp_size: int
 
     def __post_init__(self) -> None:
-        if self.sp_size not in (legal := legal_sp(self.heads, self.kv_heads)):
-            raise UserError(
-                f"sp_size splits heads, and this model has {self.heads} query and {self.kv_heads} KV heads",
-                got=self.sp_size,
-                allowed=", ".join(map(str, legal)),
-                do="Use cp_size for the rest: it splits tokens and takes any number of GPUs",
-                option="sp_size",
-            )
+        check_heads(self.sp_size, self.heads, self.kv_heads)
 
     @property
     def rounds(self) -> int:

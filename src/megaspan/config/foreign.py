@@ -87,9 +87,11 @@ def _expanded(options: dict[str, Any], errors: list[UserError]) -> Iterable[tupl
             if inner is None:
                 message = "parallelism_config must be a mapping such as {cp_size: 1}"
                 errors.append(UserError(message, got=value, option=key))
+            # accelerate's object makes handlers by itself for sizes above 1, which are refused as such; and when all its sizes
+            # are 1 they say nothing, since it fills them in.
+            filled = not isinstance(value, dict) and getattr(value, "total_size", 0) == 1
             for name, size in (inner or {}).items():
-                # accelerate's object makes handlers by itself for sizes above 1, which are refused as such.
-                if isinstance(value, dict) or name.endswith(("_size", "_backend")):
+                if isinstance(value, dict) or name.endswith("_backend") or (name.endswith("_size") and not filled):
                     yield key, name.removeprefix(PREFIX), size
 
 

@@ -29,7 +29,6 @@ from megaspan.config.values import (
     Mapping,
     Names,
     NotNegative,
-    One,
     Optim,
     Padding,
     Positive,
@@ -185,10 +184,13 @@ class SFTConfig(BaseModel):
         False, description="Use offload_folder even where its disk would hold up a step by more than 10 %."
     )
 
-    dp_replicate_size: One = Field(1, description="Replicas of the model.")
-    dp_shard_size: One = Field(1, description="GPUs that share one copy of the weights.")
-    cp_size: One = Field(1, description="GPUs that share the tokens of a row.")
-    sp_size: One = Field(1, description="GPUs that share the heads (Ulysses).")
+    dp_replicate_size: Count = Field(1, description="Copies of the model, each on GPUs of its own.")
+    dp_shard_size: Count | None = Field(
+        None,
+        description="GPUs with rows of their own that share one copy of the weights; null is what the other sizes leave.",
+    )
+    cp_size: Count = Field(1, description="GPUs that share the tokens of a row.")
+    sp_size: Count = Field(1, description="GPUs that share the heads of a row (Ulysses).")
 
     eval_strategy: Strategy = Field("no", description="Evaluate never, every eval_steps, or after every epoch.")
     eval_steps: Steps | None = Field(None, description="Steps between evaluations; null is logging_steps.")

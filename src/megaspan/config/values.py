@@ -144,11 +144,6 @@ def _between(low: float | None, high: float | None, *, open_low: bool = False, o
 Tokens = Annotated[int, BeforeValidator(_size(parse_tokens)), Allowed("a number of tokens such as 131072, 128k or 1M")]
 Bytes = Annotated[int, BeforeValidator(_memory), Allowed("a size from 1MiB, such as 80GiB, 64GB or 512MiB")]
 Count = Annotated[int, _whole(1), Allowed("a whole number of at least 1")]
-One = Annotated[
-    int,
-    BeforeValidator(_number(1, 1, whole=True, open_low=False, open_high=False)),
-    Allowed("1, because this version runs on one device"),
-]
 Whole = Annotated[int, _whole(0), Allowed("a whole number of at least 0")]
 Steps = Annotated[int, _whole(1), Allowed("a whole number of steps, at least 1 (a share of the run is not read here)")]
 Positive = Annotated[float, _between(0, None, open_low=True), Allowed("a number above 0")]

@@ -1,0 +1,232 @@
+"""A thread on every rank that watches the others: one that hangs or dies is named, not waited for.
+
+Without it a rank that stands still shows after 10 to 30 minutes as a watchdog's dump of the ranks that waited. Here each rank
+notes where it is (`beat`, two assignments, no network), and its thread writes the note to the board twice a second and reads
+those of the others. A rank that holds the others up is named within a minute and, if it does not move again, the run is ended;
+one that dies or fails ends all others within two seconds, whatever launcher started them.
+
+The same notes let all ranks stop at one place when a signal comes to any of them (`boundary`): each would abandon its step at a
+layer of its own, and the first collective after that would never be answered.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megaspan.human import format_seconds
+from megaspan.world.board import Board
+from megaspan.world.deaths import find_death, sign_in
+from megaspan.world.judge import Seen, culprits, sentence
+from megaspan.world.launched import Launch
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds of the watch.
+
+    Attributes:
+        period: between two looks.
+        name: silence after which a rank that is behind is named; or twice what its phase is expected to last.
+        end: silence after which the run is ended; or five times what its phase is expected to last.
+    """
+
+    period: float = 0.5
+    name: float = 45.0
+    end: float = 300.0
+
+
+NAME_FACTOR, END_FACTOR = 2.0, 5.0
+
+
+class Heartbeat:
+    """This rank's beats, and the thread that watches all of them. Closed by `close`; a rank that fails just ends.
+
+    Args:
+        started: the launch, of several ranks.
+        limits: how long to be patient.
+        end: ends the process with a code; os._exit, since the main thread may be inside a call that never returns.
+    """
+
+    def __init__(self, started: Launch, limits: Limits | None = None, end: Callable[[int], Any] = os._exit) -> None:
+        self._launch, self._limits, self._end = started, limits or Limits(), end
+        self._lock = threading.Lock()
+        self._beat: tuple[int, str, float | None, float] = (0, "start", None, time.monotonic())
+        self._boundaries = 0  # places to stop at that this rank has passed
+        self._wish: int | None = None  # a signal that this rank wants to stop for
+        self._signal: int | None = None  # the signal that all stop for
+        self._frozen: int | None = None  # boundaries passed when this rank learnt of it
+        self._target = 0  # the boundary to stop at
+        self._agreed = threading.Event()
+        self.stopped = False  # all ranks stop for a signal
+        self.failed = False  # this rank ended with an error
+        self._seen: dict[int, tuple[list[Any], float, float]] = {}  # rank: note, when it moved last, when it was written last
+        self._named: list[int] = []
+        self._tick = 0
+        self._closed = threading.Event()
+        self._board = Board(started)
+        sign_in(self._board, started.rank)
+        self._thread = threading.Thread(target=self._watch, name="megaspan-heartbeat", daemon=True)
+        self._thread.start()
+
+    # The main thread's side
+
+    def beat(self, phase: str, patience: float | None = 0.0) -> None:
+        """Notes that this rank is at `phase` now. All ranks must pass the same beats in the same order.
+
+        Args:
+            phase: what begins, in words: "forward layer 3".
+            patience: seconds that it may take by the plan; None for any time.
+        """
+        self._beat = (self._beat[0] + 1, phase, patience, time.monotonic())
+
+    def boundary(self, signum: int | None) -> int | None:
+        """A place where all ranks can stop together. All ranks must pass the same ones in the same order.
+
+        Args:
+            signum: a signal that has come to this rank, or None.
+
+        Returns:
+            The signal to stop for, here and on every rank at this same boundary, or None to go on.
+        """
+        with self._lock:
+            self._boundaries += 1
+            here = self._boundaries
+            if signum is not None and self._wish is None:
+                self._wish = signum
+            if self._frozen is None:
+                return None
+        self._agreed.wait()  # the other threads answer within two looks; a process that has died ends this one meanwhile
+        if here < self._target:
+            return None
+        self.stopped = True
+        return self._signal
+
+    def close(self, wait: float = 600.0) -> None:
+        """Waits until every rank is done, so that none ends while another still needs it, and stops watching."""
+        if self._closed.is_set():
+            return
+        self.beat("end", None)
+        mine = f"left/{self._launch.rank}"
+        try:
+            board = Board(self._launch, wait=5.0)
+            code = board.read([mine]).get(mine)
+            if code is None:
+                board.write(mine, 0)
+            self.failed = bool(code) and not self.stopped
+            if not self.failed:
+                until = time.monotonic() + wait
+                everyone = [f"left/{rank}" for rank in range(self._launch.world_size)]
+                while len(board.read(everyone)) < len(everyone) and time.monotonic() < until:
+                    time.sleep(0.05)
+        except RuntimeError:
+            pass  # the store has ended, with the rank or launcher that served it: nobody is left to wait for
+        self._closed.set()
+        self._thread.join(5.0)
+
+    # The thread's side
+
+    def _watch(self) -> None:
+        while not self._closed.wait(self._limits.period):
+            try:
+                self._look()
+            except RuntimeError:
+                if not self._closed.is_set() and self._beat[1] != "end":
+                    self._finish(1, "the launcher, or the rank that served its store, is gone")
+
+    def _look(self) -> None:
+        rank, size = self._launch.rank, self._launch.world_size
+        with self._lock:
+            if self._wish is not None and self._signal is None:
+                self._board.first("halt", self._wish)
+            frozen = self._frozen
+        self._tick += 1
+        count, phase, patience, at = self._beat
+        where, waits = location() if time.monotonic() - at > self._limits.name / 2 else ("", False)
+        self._board.write(f"beat/{rank}", [self._tick, count, phase, patience, frozen, where, waits])
+        notes = self._board.read(["failure", "halt", *(f"{kind}/{r}" for kind in ("left", "beat") for r in range(size))])
+        left = {r: notes[f"left/{r}"] for r in range(size) if f"left/{r}" in notes}
+        if rank in left:
+            return  # this rank is on its way out, by its own account
+        if "failure" in notes:
+            self._finish(notes["failure"]["code"])
+        if not self.stopped and (codes := [code for code in left.values() if code > 128]):
+            self._finish(codes[0])  # a signal ended another rank before there was anything to save
+        if death := find_death(self._board, size):
+            self._finish(1, death)
+        if "halt" in notes:
+            self._halt(notes)
+        self._judge(notes, left)
+
+    def _halt(self, notes: dict[str, Any]) -> None:
+        with self._lock:
+            if self._frozen is None:
+                self._signal, self._frozen = notes["halt"], self._boundaries
+        beats = [notes.get(f"beat/{r}") for r in range(self._launch.world_size)]
+        places = [beat[4] for beat in beats if beat is not None and beat[4] is not None]
+        if len(places) == len(beats) and not self._agreed.is_set():
+            self._target = max(places) + 1
+            self._agreed.set()
+
+    def _judge(self, notes: dict[str, Any], left: dict[int, int]) -> None:
+        now, limits = time.monotonic(), self._limits
+        for rank in range(self._launch.world_size):
+            note = notes.get(f"beat/{rank}")
+            if note is None:
+                continue
+            known = self._seen.get(rank)
+            moved = now if known is None or known[0][1] != note[1] else known[1]
+            written = now if known is None or known[0][0] != note[0] else known[2]
+            self._seen[rank] = (note, moved, written)
+        seen = {
+            rank: Seen(note[1], note[2], note[3], now - moved, now - written, note[5], note[6])
+            for rank, (note, moved, written) in self._seen.items()
+            if rank not in left
+        }
+        speaker = min((rank for rank, each in seen.items() if each.absent < limits.name / 2), default=None)
+        if ending := culprits(seen, limits.end, END_FACTOR):
+            self._finish(1, sentence(ending, seen) + ". The run is ended")
+        named = culprits(seen, limits.name, NAME_FACTOR)
+        if speaker == self._launch.rank:
+            if named and named != self._named:
+                _say(f"{sentence(named, seen)}. The run ends after {format_seconds(limits.end)} of this.")
+            if self._named and not named:
+                _say(f"rank {', '.join(map(str, self._named))} moves again.")
+        self._named = named
+
+    def _finish(self, code: int, why: str = "") -> None:
+        """Ends this process; the first rank to know why says it, or the launcher of megaspan does."""
+        if why:
+            note = {"rank": self._launch.rank, "code": code, "sentences": [why], "trace": ""}
+            try:
+                told = self._board.first("failure", note)
+            except RuntimeError:
+                told = note
+            if told == note and self._launch.by != "megaspan train":
+                _say(why + ".")
+        sys.stderr.flush()
+        self._end(code)
+
+
+def location() -> tuple[str, bool]:
+    """The line outside torch that the main thread is at, and whether it is inside a collective."""
+    ident = threading.main_thread().ident
+    frame = sys._current_frames().get(ident) if ident is not None else None
+    waits = False
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if "/torch/" not in path:
+            return f"{Path(path).name}:{frame.f_lineno} in {frame.f_code.co_name}", waits
+        waits = waits or "/torch/distributed/" in path
+        frame = frame.f_back
+    return "", waits
+
+
+def _say(text: str) -> None:
+    print(f"megaspan: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,77 @@
+"""Which rank holds up the others: pure judgement over what each was last seen at.
+
+All ranks pass the same beats in the same order, so the one that is behind is the one that the others wait for. A rank that is
+ahead of another is never blamed, however long it has been silent: it waits in a collective. At equal places, the ranks that are
+not inside a collective are blamed; when all are, all are named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megaspan.human import format_seconds
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What is known of a rank.
+
+    Attributes:
+        count: beats that it has passed.
+        phase: the last of them, in words.
+        patience: seconds that this phase is expected to last; None is any time.
+        silent: seconds since it passed a beat.
+        absent: seconds since its watching thread wrote something; grows only when the process or its machine stands still.
+        where: the line of code that its main thread is at, where that is known.
+        waits: whether that line is inside a collective.
+    """
+
+    count: int
+    phase: str
+    patience: float | None
+    silent: float
+    absent: float = 0.0
+    where: str = ""
+    waits: bool = False
+
+    def late(self, least: float, factor: float) -> bool:
+        """Whether it is silent for longer than `least` seconds and than `factor` times what its phase is expected to last."""
+        return self.absent > least or (self.patience is not None and self.silent > max(least, factor * self.patience))
+
+
+def culprits(seen: Mapping[int, Seen], least: float, factor: float) -> list[int]:
+    """The ranks that the others wait for, or none while everybody may still be at work."""
+    if not seen:
+        return []
+    if gone := [rank for rank, each in seen.items() if each.absent > least]:
+        return gone
+    behind = min(each.count for each in seen.values())
+    last = {rank: each for rank, each in seen.items() if each.count == behind}
+    if not all(each.late(least, factor) for each in last.values()):
+        return []
+    return [rank for rank, each in last.items() if not each.waits] or list(last)
+
+
+def sentence(ranks: list[int], seen: Mapping[int, Seen]) -> str:
+    """Names those ranks, what each is in and for how long."""
+    told = [_told(rank, seen[rank]) for rank in ranks[:4]] + ["…"] * (len(ranks) > 4)
+    waiting = len(seen) - len(ranks)
+    others = (
+        "; the others wait"
+        if waiting > 1
+        else "; the other rank waits"
+        if waiting
+        else ""
+        if len(ranks) == 1
+        else "; nobody moves"
+    )
+    return "; ".join(told) + others
+
+
+def _told(rank: int, seen: Seen) -> str:
+    if seen.absent > seen.silent / 2 and seen.absent > 5:
+        return f"rank {rank} answers no more since {format_seconds(seen.absent)}, last in {seen.phase!r}"
+    at = f" at {seen.where}" if seen.where else ""
+    inside = " inside a collective" if seen.waits else ""
+    return f"rank {rank} has been in {seen.phase!r} for {format_seconds(seen.silent)}{inside}{at}"

@@ -1,0 +1,107 @@
+"""This rank among the others, from its start to its end.
+
+`join` comes first and needs nothing from the others but their launcher's store, so that what takes long before the first
+collective (tokenising, which one rank does while the others wait for its lock) can neither time out nor hang unseen (case R82);
+`connect` makes the process group when the weights are about to be read. For a process on its own everything here does nothing.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from megaspan.world.axes import DeviceAxes, Mesh, device_axes, mesh
+from megaspan.world.devices import device
+from megaspan.world.failure import exit_once
+from megaspan.world.heartbeat import Heartbeat, Limits
+from megaspan.world.launched import launch
+
+if TYPE_CHECKING:
+    import torch
+
+    from megaspan.config import SFTConfig
+
+# The heartbeat names and ends what hangs. This is for the case that it is itself at fault, and must outlast the longest wait
+# that is right: a rank that saves alone, a layer of eight million tokens.
+COLLECTIVE_TIMEOUT = timedelta(hours=2)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process and its place; made by `join`.
+
+    Attributes:
+        mesh: sizes of the axes and the place of this rank.
+        device: what it computes on.
+        heart: the watch over the other ranks; None where there are none.
+    """
+
+    mesh: Mesh
+    device: torch.device
+    heart: Heartbeat | None = None
+
+    @property
+    def speaks(self) -> bool:
+        """Whether header, progress and result are this rank's to show."""
+        return self.mesh.rank == 0
+
+    def beat(self, phase: str, patience: float | None = 0.0) -> None:
+        """Notes where this rank is; see `Heartbeat.beat`. Costs under a microsecond."""
+        if self.heart is not None:
+            self.heart.beat(phase, patience)
+
+    def boundary(self, signum: int | None) -> int | None:
+        """The signal to stop for at this place, on all ranks or on none; see `Heartbeat.boundary`."""
+        return signum if self.heart is None else self.heart.boundary(signum)
+
+    def connect(self) -> DeviceAxes | None:
+        """Makes the process group (gloo for the host, nccl for the GPUs) and torch's meshes; None for one process.
+
+        A process group that the script has made already is used as it is.
+        """
+        if self.mesh.ranks == 1:
+            return None
+        import torch
+        import torch.distributed as dist
+
+        self.beat("connect")
+        cuda = self.device.type == "cuda"
+        if cuda:
+            torch.cuda.set_device(self.device)
+        if not dist.is_initialized():
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if cuda else "gloo",
+                timeout=COLLECTIVE_TIMEOUT,
+                device_id=self.device if cuda else None,
+            )
+        made = device_axes(self.mesh, self.device.type)
+        self.beat("connected", None)
+        return made
+
+    def leave(self) -> None:
+        """Waits until all ranks are done, then ends watch and process group. Runs by itself at the end of the process."""
+        if self.heart is None:
+            return
+        self.heart.close()
+        import torch.distributed as dist
+
+        if dist.is_initialized() and not self.heart.failed:
+            dist.destroy_process_group()
+
+
+def join(config: SFTConfig, limits: Limits | None = None) -> Ranks:
+    """Finds this rank's place and starts the watch over the others. The first thing that a run does.
+
+    Raises:
+        UserError: sizes, launcher and machine do not go together.
+    """
+    here, place = device(config.use_cpu), mesh(config)
+    if place.ranks == 1:
+        return Ranks(place, here)
+    ranks = Ranks(place, here, Heartbeat(launch(), limits))
+    sys.excepthook = exit_once
+    atexit.register(ranks.leave)
+    return ranks
