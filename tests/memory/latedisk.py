@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 
-class Late(Future):  # type: ignore[type-arg]
+class Late(Future):
     """Done when it is asked for, or perhaps when somebody looks whether it is."""
 
     def __init__(self, work: Callable[[], None], disk: LateDisk) -> None:
