@@ -411,7 +411,7 @@ def test_the_tables_answer_in_the_last_lines() -> None:
     for words in ("place", "formula", "Moments of a step", "Levers", "Largest single tensor", "DOES NOT FIT", "next lever"):
         assert words in text
     assert all(len(line) <= 200 for line in text.splitlines())
-    assert text.splitlines()[-1].startswith("next lever that makes it fit: max_length: ")
+    assert text.splitlines()[-1].startswith("next lever that makes it fit: use_peft: true")
 
 
 def test_a_plan_is_made_without_torch_in_a_fraction_of_a_second() -> None:
