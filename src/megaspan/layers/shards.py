@@ -37,6 +37,14 @@ def shard_group(mesh: Any) -> Any:
     return mesh.get_group(mesh.ndim - 1)
 
 
+def shard_ranks(tensor: Tensor, *, alone: bool = False) -> Any:
+    """The process group that a parameter is cut over, None where it is whole; a group of one counts where `alone`."""
+    if not isinstance(tensor, DTensor):
+        return None
+    group = shard_group(tensor.device_mesh)
+    return group if alone or group.size() > 1 else None
+
+
 def rows_here(tensor: DTensor) -> slice:
     """The rows of a sharded tensor that this rank holds."""
     group = shard_group(tensor.device_mesh)

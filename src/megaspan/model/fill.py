@@ -272,16 +272,18 @@ def _as_constructed(plain: PreTrainedModel) -> Iterator[tuple[Any, Any, str]]:
     for name, owner in sorted(inner, key=lambda item: -item[0].count(".") - bool(item[0])):
         prefix = f"{name}." if name else ""
         for inside, module in owner.named_modules():
-            if (
-                id(module) not in passed
-                and type(module).__module__.startswith("torch.nn")
-                and hasattr(module, "reset_parameters")
-            ):
+            if id(module) not in passed and _draws_when_made(module):
                 yield module, None, f"{prefix}{inside}."
         for inside, module in _children_first(owner):
             if id(module) not in passed:
                 passed.add(id(module))
                 yield module, owner, f"{prefix}{inside}." if inside else prefix
+
+
+def _draws_when_made(module: nn.Module) -> bool:
+    """Whether torch's own constructor draws the weights, in a class of torch or in one derived from it."""
+    reset = getattr(type(module), "reset_parameters", None)
+    return reset is not None and reset.__module__.startswith("torch.nn")
 
 
 def _children_first(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:

@@ -11,11 +11,14 @@ still no second gradient on the device. The addition is the one that autograd wo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from megaspan.layers.shards import shard_ranks
 from megaspan.optimizer.conveyor import Conveyor, Task, pieces
 from megaspan.optimizer.trained import Trained
 
@@ -23,6 +26,27 @@ from megaspan.optimizer.trained import Trained
 def norm_of(gradient: Tensor) -> Tensor:
     """L2 norm, a scalar on the gradient's device; squares are summed in fp32 (fp64 for fp64)."""
     return torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32))
+
+
+def total_norm(norms: Sequence[tuple[Trained, Tensor]], device: torch.device) -> Tensor:
+    """The norm of several gradients together, a scalar; of shards over all ranks that hold one.
+
+    Args:
+        norms: parameters, each with the norm of its gradient, of a sharded one with that of this rank's part.
+        device: of the parameters.
+    """
+    whole = [norm for trained, norm in norms if shard_ranks(trained.parameter) is None]
+    parts = [norm for trained, norm in norms if shard_ranks(trained.parameter) is not None]
+    group = next((group for trained, _ in norms if (group := shard_ranks(trained.parameter)) is not None), None)
+    if group is None:
+        return _together([*whole, *parts]) if norms else torch.zeros((), device=device)
+    square = _together(parts).square()
+    dist.all_reduce(square, group=group)
+    return _together([*whole, square.sqrt()])
+
+
+def _together(norms: list[Tensor]) -> Tensor:
+    return torch.linalg.vector_norm(torch.stack(norms))
 
 
 @final

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megaspan.config import SFTConfig
 from megaspan.human import UserError
+from megaspan.layers.shards import shard_ranks
 from megaspan.optimizer.trained import Entry, Part, Rule, Trained
 
 BLOCK = 256
@@ -48,7 +49,10 @@ class EightBitAdamW(Rule):
     def entries(self, trained: Trained) -> dict[str, Entry]:
         """Both moments, of 8 bits with their scales or of 32."""
         shape, count = tuple(trained.weight.shape), trained.weight.numel()
-        if trained.embedding or count < SMALLEST:
+        # What is kept in 8 bits does not depend on how a parameter is cut: runs of weights that share a scale end with a row.
+        whole, row = trained.parameter.numel(), torch.Size(trained.parameter.shape[1:]).numel()
+        cut = shard_ranks(trained.parameter, alone=True) is not None
+        if trained.embedding or whole < SMALLEST or (cut and row % BLOCK):
             entry = Entry(shape, torch.float32)
             return {"state1": entry, "state2": entry}
         entry, scale = Entry(shape, torch.uint8), Entry((-(-count // BLOCK),), torch.float32, BLOCK)
@@ -59,6 +63,8 @@ class EightBitAdamW(Rule):
         assert stop is None, "bitsandbytes does not heed a flag"
         for part in parts:
             part.step += 1
+            if part.weight.numel() == 0:
+                continue
             self._update(part, int(part.step), rate, decay)
 
     def _update(self, part: Part, step: int, rate: float, decay: float) -> None:

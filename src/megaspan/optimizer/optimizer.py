@@ -32,7 +32,7 @@ from torch import Tensor
 from megaspan.config import SFTConfig
 from megaspan.human import UserError
 from megaspan.optimizer.adamw import TorchAdamW
-from megaspan.optimizer.collect import HostGradients, norm_of
+from megaspan.optimizer.collect import HostGradients, norm_of, total_norm
 from megaspan.optimizer.conveyor import Conveyor
 from megaspan.optimizer.eight_bit import EightBitAdamW
 from megaspan.optimizer.place import describe, lay_out
@@ -123,11 +123,13 @@ class Optimizer:
     @property
     def state_bytes(self) -> int:
         """Bytes of the whole state, as a checkpoint holds it, once every parameter has been updated."""
-        return sum(
-            sum(entry.bytes for entry in self._rule.entries(trained).values())
-            + (0 if trained.master is None else trained.master.nbytes)
-            for trained in self._trained.values()
-        )
+        total = 0
+        for trained in self._trained.values():
+            for entry in self._rule.entries(trained).values():
+                total += torch.Size(trained.whole_shape(entry)).numel() * entry.dtype.itemsize
+            if trained.master is not None or trained.is_master:
+                total += trained.parameter.numel() * trained.target_dtype.itemsize
+        return total
 
     def last_row(self) -> None:
         """The backward of the window's last row comes next: gradients are complete when it brings them.
@@ -155,6 +157,7 @@ class Optimizer:
     def gradient_norm(self) -> Tensor:
         """L2 norm of all gradients together, fp32 scalar on the CPU (0 where there is none); waits for the device.
 
+        Of sharded parameters it is the norm over all ranks, the same on each; every rank has to call it.
         Squares are summed in fp32 (fp64 for fp64) tensor by tensor, whatever the gradients are kept in.
         """
         for name, trained in self._trained.items():
@@ -162,9 +165,8 @@ class Optimizer:
                 self._norms[name] = norm_of(self._host.add(trained))
             elif trained.has_gathered and name not in self._norms:
                 self._norms[name] = self._host.norm(trained)
-        norms = [self._norms[name] for name in self._trained if name in self._norms]
-        total = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
-        self._norm = total.cpu()
+        norms = [(trained, self._norms[name]) for name, trained in self._trained.items() if name in self._norms]
+        self._norm = total_norm(norms, next(iter(self._trained.values())).weight.device).cpu()
         return self._norm
 
     def clip(self, max_norm: float, scale: float = 1.0) -> float:
@@ -225,7 +227,10 @@ class Optimizer:
         if self.updating:
             raise RuntimeError("an update has begun and is not complete: there is no state to save")
         self._conveyor.wait()
-        return {"steps": self.steps, "parameters": {name: state_of(trained) for name, trained in self._trained.items()}}
+        return {
+            "steps": self.steps,
+            "parameters": {name: state_of(trained, self._rule) for name, trained in self._trained.items()},
+        }
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

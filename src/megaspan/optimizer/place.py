@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megaspan.human import UserError, format_bytes
+from megaspan.layers.shards import shard_ranks
 from megaspan.optimizer.conveyor import pieces
 from megaspan.optimizer.room import HostRoom
 from megaspan.optimizer.trained import HALF, Rule, Trained
@@ -43,6 +44,8 @@ def lay_out(trained: Iterable[Trained], rule: Rule, states: StatePlan, *, master
                 do="Set offload_optimizer: false, or save the model anew so that it is loaded in one piece",
             )
         if masters and each.parameter.dtype in HALF:
+            if shard_ranks(each.parameter, alone=True) is not None:
+                raise ValueError(f"{each.name} is a half-precision shard; masters are made when the model is sharded")
             _take_fp32_gradients(each.parameter)
             each.master = each.weight.new_empty(0, dtype=torch.float32) if state else each.weight.float()
     room = HostRoom(host_sizes(rule, trained, state=state, gradients=gradients), pinned=on_device.type == "cuda")
@@ -72,7 +75,8 @@ def _take_fp32_gradients(parameter: torch.nn.Parameter) -> None:
 
 def describe(trained: Collection[Trained], rule: Rule, states: StatePlan, room: HostRoom) -> tuple[str, str]:
     """What the parameters are kept in, and where the rest lies, for the header."""
-    count = sum(each.weight.numel() for each in trained)
+    count = sum(each.parameter.numel() for each in trained)
+    ranks = max((group.size() for each in trained if (group := shard_ranks(each.parameter)) is not None), default=1)
     device = 0
     for each in trained:
         weight = each.weight
@@ -80,7 +84,7 @@ def describe(trained: Collection[Trained], rule: Rule, states: StatePlan, room: 
         master = 0 if each.master is None else each.master.nbytes
         device += weight.nbytes + (0 if each.on_host else moments + master)
         device += weight.numel() * each.gradient_dtype.itemsize * (states.gradients == "device")
-    has_masters = any(each.master is not None for each in trained)
+    has_masters = any(each.master is not None or each.is_master for each in trained)
     said = ["gradients accumulate in fp32"] if has_masters else []
     precision = "fp32 weights"
     if has_masters:
@@ -100,7 +104,8 @@ def describe(trained: Collection[Trained], rule: Rule, states: StatePlan, room: 
         what = "masters and moments" if has_masters else "moments"
         said.append(f"{what} lie in {_memory(next(iter(first.moments.values())))} and are updated in pieces on the device")
     parts = [name for name, there in (("gradients", states.gradients == "device"), ("moments", not first.on_host)) if there]
-    took = f"{count:,} trained parameters take {format_bytes(device)}" + (f" with {' and '.join(parts)}" if parts else "")
+    cut = f", cut over {ranks} ranks," if ranks > 1 else ""
+    took = f"{count:,} trained parameters{cut} take {format_bytes(device)}" + (f" with {' and '.join(parts)}" if parts else "")
     if room.bytes:
         took += f" on the device, {format_bytes(room.bytes)} on the host"
     return precision, "; ".join([*said, took])

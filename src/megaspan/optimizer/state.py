@@ -9,28 +9,41 @@ Tensors on the host are saved from there, and a state that was saved from one pl
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from torch import Tensor
 
 from megaspan.human import UserError
+from megaspan.layers.shards import Sharded
 from megaspan.optimizer.conveyor import pieces
 from megaspan.optimizer.trained import Rule, Trained
 
 
-def state_of(trained: Trained) -> dict[str, Tensor]:
-    """Step and moments once there are some, and the master: the live tensors, in the parameter's shape."""
-    state: dict[str, Tensor] = {}
+def state_of(trained: Trained, rule: Rule) -> dict[str, Any]:
+    """Step and moments once there are some, and the master: the live tensors, in the parameter's shape.
+
+    Of a sharded parameter they are `Sharded`; a shard that is its own master is given as one, so that the state is the same as
+    on one device.
+    """
+    state: dict[str, Any] = {}
     if trained.stepped:
-        state |= {"step": trained.step} | {name: trained.shaped(moment) for name, moment in trained.moments.items()}
+        entries = rule.entries(trained)
+        state |= {"step": trained.step}
+        state |= {name: trained.whole(moment, entries[name].span) for name, moment in trained.moments.items()}
     if trained.master is not None:
-        state["master"] = trained.shaped(trained.master)
+        state["master"] = trained.whole(trained.master)
+    elif trained.is_master:
+        state["master"] = trained.whole(trained.weight)
     return state
 
 
 def load_state(
-    here: Mapping[str, Trained], saved: Mapping[str, Mapping[str, Tensor]], rule: Rule, make_moments: Callable[[Trained], None]
+    here: Mapping[str, Trained], saved: Mapping[str, Mapping[str, Any]], rule: Rule, make_moments: Callable[[Trained], None]
 ) -> None:
     """Copies a saved state into the live one; weights with masters are set to them.
+
+    Tensors of the saved state are whole (of a sharded parameter this rank takes its part, and of a memory-mapped file reads no
+    more), or `Sharded` over the same ranks.
 
     Raises:
         UserError: it is of other parameters, or of another kind of optimizer; nothing was changed.
@@ -44,13 +57,16 @@ def load_state(
             trained.step.copy_(state["step"])
         else:
             trained.step.zero_()
+        entries = rule.entries(trained)
         for key, moment in trained.moments.items():
             if trained.stepped:
-                moment.copy_(state[key].reshape(moment.shape))
+                moment.copy_(_part(state[key], trained.whole(moment, entries[key].span)).reshape(moment.shape))
             else:
                 moment.zero_()
+        if trained.is_master:
+            trained.weight.copy_(_part(state["master"], trained.whole(trained.weight)))
         if trained.master is not None:
-            trained.master.copy_(state["master"].reshape(trained.master.shape))
+            trained.master.copy_(_part(state["master"], trained.whole(trained.master)).reshape(trained.master.shape))
             weight, master = trained.weight, trained.shaped(trained.master)
             if trained.on_host:
                 for cut in pieces(weight.numel()):
@@ -59,10 +75,18 @@ def load_state(
                 weight.copy_(master)
 
 
-def _check_same(here: Mapping[str, Trained], saved: Mapping[str, Mapping[str, Tensor]], rule: Rule) -> None:
+def _part(saved: Any, here: Any) -> Tensor:
+    """This rank's part of a saved tensor."""
+    if isinstance(saved, Sharded):
+        return saved.local
+    whole: Tensor = saved
+    return here.of(whole) if isinstance(here, Sharded) else whole
+
+
+def _check_same(here: Mapping[str, Trained], saved: Mapping[str, Mapping[str, Any]], rule: Rule) -> None:
     missing, unknown = here.keys() - saved.keys(), saved.keys() - here.keys()
     for name, trained in here.items():
-        shapes = {key: entry.shape for key, entry in rule.entries(trained).items()}
+        shapes = {key: trained.whole_shape(entry) for key, entry in rule.entries(trained).items()}
         state = saved.get(name, {})
         moments = state.keys() - {"step", "master"}
         if moments and moments != shapes.keys():
@@ -72,9 +96,9 @@ def _check_same(here: Mapping[str, Trained], saved: Mapping[str, Mapping[str, Te
                 do="Set optim to what that run had: adamw_8bit and the others do not continue each other",
             )
         for key, value in state.items():
-            if key != "step" and tuple(value.shape) != (wanted := shapes.get(key, tuple(trained.weight.shape))):
+            if key != "step" and tuple(value.shape) != (wanted := shapes.get(key, tuple(trained.parameter.shape))):
                 raise UserError(f"the checkpoint's optimizer has {name} of shape {tuple(value.shape)}", got=f"{wanted} here")
-        if not missing and ("master" in state) != (trained.master is not None):
+        if not missing and ("master" in state) != (trained.master is not None or trained.is_master):
             made, now = ("with", "without") if "master" in state else ("without", "with")
             raise UserError(
                 f"the checkpoint was made {made} fp32 masters, and this run is {now}",

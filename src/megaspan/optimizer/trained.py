@@ -9,17 +9,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+
+from megaspan.layers.shards import is_master, local, sharded
 
 HALF = (torch.bfloat16, torch.float16)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """The part of a tensor that this rank holds: itself, or the local shard of a sharded one."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @dataclass(frozen=True)
@@ -83,6 +80,11 @@ class Trained:
         return None if self.parameter.grad is None else local(self.parameter.grad)
 
     @property
+    def is_master(self) -> bool:
+        """The parameter is a shard in fp32, of weights that are gathered in half precision: its own master."""
+        return is_master(self.parameter)
+
+    @property
     def target_dtype(self) -> torch.dtype:
         """Type of what AdamW works on."""
         return self.parameter.dtype if self.master is None else self.master.dtype
@@ -96,6 +98,19 @@ class Trained:
         """A master or a moment in the parameter's shape, where it has a value for each weight."""
         weight = self.weight
         return tensor.view(weight.shape) if tensor.numel() == weight.numel() else tensor
+
+    def whole_shape(self, entry: Entry) -> tuple[int, ...]:
+        """The shape of a whole moment."""
+        return tuple(self.parameter.shape) if entry.span == 1 else (-(-self.parameter.numel() // entry.span),)
+
+    def whole(self, tensor: Tensor, span: int = 1) -> Any:
+        """What a checkpoint holds of a master or a moment: itself, or this rank's part of the whole one.
+
+        Args:
+            tensor: local.
+            span: weights that share one of its values.
+        """
+        return sharded(self.parameter, self.shaped(tensor) if span == 1 else tensor, span=span)
 
 
 @dataclass

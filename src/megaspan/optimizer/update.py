@@ -66,6 +66,9 @@ class Update:
     def _tasks(self, trained: Trained, rate: float, factor: Tensor | None, stop: Tensor | None) -> Iterator[Task]:
         self.make_moments(trained)
         count = trained.weight.numel()
+        if count == 0:  # a rank may hold no row of a small parameter
+            trained.step += 1
+            trained.stepped = True
         spans = {name: entry.span for name, entry in self._rule.entries(trained).items()}
         for cut in pieces(count):
             yield self._task(trained, cut, spans, rate, factor, stop, last=cut.stop == count)

@@ -54,12 +54,18 @@ def save_adapter_settings(model: Any, folder: Path) -> None:
     config.save_pretrained(folder)
 
 
-def save_adapter(model: Any, folder: Path) -> None:
-    """Writes the adapter by peft's own method, then the base's settings, README and facts."""
+def save_adapter(model: Any, folder: Path, weights: dict[str, Any] | None = None) -> None:
+    """Writes the adapter by peft's own method, then the base's settings, README and facts.
+
+    Args:
+        model: the peft model.
+        folder: where to.
+        weights: in place of its own, by the names of its state: those of a sharded model, gathered.
+    """
     adapter_config(model)
     base = base_of(model)
     config, published, resized = copy.deepcopy(base.config), _published(base), is_resized(base)
-    model.save_pretrained(folder, save_embedding_layers=resized)
+    model.save_pretrained(folder, save_embedding_layers=resized, **({} if weights is None else {"state_dict": weights}))
     facts = {
         **origin(base),
         "rope_parameters": getattr(config.get_text_config(), "rope_parameters", None),

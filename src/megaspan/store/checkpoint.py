@@ -24,8 +24,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 from megaspan.human import UserError
+from megaspan.layers.shards import Sharded, compute_dtype, sharded
 from megaspan.store.adapter import base_of, is_adapter, is_resized, origin
 from megaspan.store.folder import (
     clear_leftovers,
@@ -38,6 +40,7 @@ from megaspan.store.folder import (
 )
 from megaspan.store.plain import write_settings
 from megaspan.store.random_state import random_state, restore_random_state
+from megaspan.store.sharded import Feed, gathered_objects, in_order, is_sharded, together, write_together
 from megaspan.store.tensors import TensorFile, join_state, split_state, tensor_bytes, write_tensors
 
 FORMAT = 1
@@ -67,7 +70,8 @@ def save_checkpoint(
 ) -> Path:
     """Writes `run/checkpoint-<step>` and returns it; it is there complete, or not at all.
 
-    Host memory: 64 MiB above what the model and the optimizer hold already.
+    Host memory: 64 MiB above what the model and the optimizer hold already. Of a sharded model all ranks save together, each
+    parameter being its shard at that moment; the files are those of one rank, for any number of ranks to continue from.
 
     Args:
         run: the run folder.
@@ -82,31 +86,46 @@ def save_checkpoint(
         UserError: the disk has no room; nothing was changed.
     """
     run, step = Path(run), int(progress["step"])
-    clear_leftovers(run)
-    state, tensors = split_state({"optimizer": optimizer.state_dict(), "random": random_state()}, "state")
+    whole: dict[str, Any] = {"optimizer": optimizer.state_dict(), "random": random_state()}
+    shared = is_sharded(model)
+    if shared:
+        whole["random"], *whole["random_of_other_ranks"] = gathered_objects(whole["random"])
+    state, tensors = split_state(whole, "state")
     weights = trained_tensors(model)
-    require_space(run, tensor_bytes(weights) + tensor_bytes(tensors), f"checkpoint-{step}")
     target = run / f"checkpoint-{step}"
-    others = [path for path in checkpoints(run) if path != target]
-    with new_folder(target) as folder:
-        write_settings(model, tokenizer, folder)
-        weights_name = TRAINABLE if has_frozen(model) else WEIGHTS
-        sums = {
-            weights_name: write_tensors(folder / weights_name, weights),
-            "state.safetensors": write_tensors(folder / "state.safetensors", tensors),
-        }
-        (folder / "state.json").write_text(json.dumps({**state, "progress": split_state(dict(progress), "progress")[0]}))
-        facts = {
-            "format": FORMAT,
-            "step": step,
-            "sequence": 1 + max((_sequence(path) for path in [*others, target]), default=0),
-            "base": origin(base_of(model)),
-            "identity": split_state(dict(identity or {}), "identity")[0],
-        }
-        write_manifest(folder, facts, sums)
-    for path in others[: max(0, len(others) + 1 - keep)] if keep is not None else []:
-        remove_folder(path)
-    return target
+
+    def prepare() -> None:
+        clear_leftovers(run)
+        require_space(run, tensor_bytes(weights) + tensor_bytes(tensors), target.name)
+
+    def write(feed: Feed | None = None) -> Path:
+        others = [path for path in checkpoints(run) if path != target]
+        with new_folder(target) as folder:
+            write_settings(model, tokenizer, folder)
+            weights_name = TRAINABLE if has_frozen(model) else WEIGHTS
+            sums = {
+                weights_name: write_tensors(folder / weights_name, weights, feed),
+                "state.safetensors": write_tensors(folder / "state.safetensors", tensors, feed),
+            }
+            (folder / "state.json").write_text(json.dumps({**state, "progress": split_state(dict(progress), "progress")[0]}))
+            facts = {
+                "format": FORMAT,
+                "step": step,
+                "sequence": 1 + max((_sequence(path) for path in [*others, target]), default=0),
+                "base": origin(base_of(model)),
+                "identity": split_state(dict(identity or {}), "identity")[0],
+            }
+            write_manifest(folder, facts, sums)
+        for path in others[: max(0, len(others) + 1 - keep)] if keep is not None else []:
+            remove_folder(path)
+        return target
+
+    if not shared:
+        prepare()
+        return write()
+    together(prepare)
+    feed = Feed(held[name] for held in (weights, tensors) for name in in_order(held))
+    return write_together(feed, lambda: write(feed))
 
 
 def load_checkpoint(
@@ -126,9 +145,9 @@ def load_checkpoint(
         UserError: the checkpoint is missing, damaged, or of another model or run; it says which files or what differs.
     """
     path = Path(path)
-    manifest = require_checkpoint(path)
-    if damaged := damaged_files(path, manifest):
-        raise UserError(f"{path} is damaged: {', '.join(damaged)} changed since it was written", do=_older(path))
+    shared = is_sharded(model)
+    # Of many ranks one reads everything to see whether it is whole; each reads its part.
+    manifest = together(lambda: _undamaged(path)) if shared else _undamaged(path)
     weights = TensorFile(path / (TRAINABLE if (path / TRAINABLE).exists() else WEIGHTS))
     here = trained_tensors(model)
     saved_identity = manifest["identity"]
@@ -142,15 +161,32 @@ def load_checkpoint(
         )
     state = json.loads((path / "state.json").read_text())
     tensors: Mapping[str, torch.Tensor] = TensorFile(path / "state.safetensors")
-    if all(tensor.device.type == "cpu" for tensor in here.values()):
+    if not shared and all(tensor.device.type == "cpu" for tensor in here.values()):
         # An optimizer on the CPU would keep what it is given: not pages of a file, then, that rotation is going to delete.
         tensors = {name: tensor.clone() for name, tensor in tensors.items()}
     with torch.no_grad():
         for name, tensor in here.items():
-            tensor.copy_(weights[name])
+            if isinstance(tensor, Sharded):
+                tensor.local.copy_(tensor.of(weights[name]))
+            else:
+                tensor.copy_(weights[name])
     optimizer.load_state_dict(join_state(state["optimizer"], tensors))
-    restore_random_state(join_state(state["random"], tensors))
+    restore_random_state(join_state(_random_of_this_rank(state) if shared else state["random"], tensors))
     return join_state(state["progress"], {})
+
+
+def _undamaged(path: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint, all of whose files hold what was written."""
+    manifest = require_checkpoint(path)
+    if damaged := damaged_files(path, manifest):
+        raise UserError(f"{path} is damaged: {', '.join(damaged)} changed since it was written", do=_older(path))
+    return manifest
+
+
+def _random_of_this_rank(state: Mapping[str, Any]) -> Any:
+    """The random state of the same rank of a run of as many, else that of the first, for all alike."""
+    states = [state["random"], *state.get("random_of_other_ranks", [])]
+    return states[dist.get_rank()] if len(states) == dist.get_world_size() else states[0]
 
 
 def require_checkpoint(path: Path) -> dict[str, Any]:
@@ -179,9 +215,15 @@ def checkpoints(run: Path) -> list[Path]:
     return sorted(found, key=_sequence)
 
 
-def trained_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """What training changes, by the plain model's names: parameters not frozen (tied ones once), persistent buffers."""
-    tensors = {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
+def trained_tensors(model: torch.nn.Module) -> dict[str, Any]:
+    """What training changes, by the plain model's names: parameters not frozen (tied ones once), persistent buffers.
+
+    Of a sharded parameter it is a `Sharded`, to be written in the type that is computed in: its fp32 master is optimizer state.
+    """
+    tensors: dict[str, Any] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            tensors[name] = sharded(parameter, dtype=compute_dtype(parameter))
     kept = model.state_dict(keep_vars=True)
     tensors |= {name: buffer for name, buffer in model.named_buffers() if name in kept}
     base = base_of(model)
@@ -189,7 +231,11 @@ def trained_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         embeddings = [
             layer.weight for layer in (base.get_input_embeddings(), base.get_output_embeddings()) if layer is not None
         ]
-        tensors |= {name: part.detach() for name, part in model.named_parameters() if any(part is one for one in embeddings)}
+        tensors |= {
+            name: sharded(part, dtype=compute_dtype(part))
+            for name, part in model.named_parameters()
+            if any(part is one for one in embeddings)
+        }
     return tensors
 
 
@@ -204,7 +250,7 @@ def _sequence(path: Path) -> int:
 
 
 def _differences(
-    saved: TensorFile, here: Mapping[str, torch.Tensor], saved_identity: Mapping[str, Any], identity: Mapping[str, Any]
+    saved: TensorFile, here: Mapping[str, Any], saved_identity: Mapping[str, Any], identity: Mapping[str, Any]
 ) -> list[str]:
     """What differs, worst first, in words; at most three weights are named."""
     found = []

@@ -12,7 +12,7 @@ import contextlib
 import copy
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,11 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from megaspan.human import UserError
+from megaspan.layers.shards import compute_dtype
 from megaspan.store.adapter import base_of, is_adapter, save_adapter, save_adapter_settings
 from megaspan.store.folder import new_folder, require_space
+from megaspan.store.sharded import Feed, WholeState, in_order, is_sharded, whole_state, write_together
+from megaspan.store.tensors import TensorFile, write_tensors
 
 SHARD_SIZE = "2GB"
 
@@ -31,7 +34,8 @@ def save_model(
 ) -> Path:
     """Writes the model for use: complete or not at all; into a folder that holds other things, file by file.
 
-    A peft model is saved as an adapter, by peft's own method, with the base's rope settings beside it.
+    A peft model is saved as an adapter, by peft's own method, with the base's rope settings beside it. Of a sharded model all
+    ranks call this together, and one writes the same files as if it were whole.
 
     Args:
         model: a transformers model or a peft model around one, prepared or not.
@@ -47,14 +51,31 @@ def save_model(
         UserError: no room, or settings that transformers refuses to save.
     """
     out = Path(out)
-    require_space(out, saved_bytes(model, dtype), "the model")
+    if not is_sharded(model):
+        return _into(out, saved_bytes(model, dtype), lambda folder: _write(model, tokenizer, folder, dtype, companions))
+    held = whole_state(model, dtype)
+    feed = Feed(held.tensors[name] for name in in_order(held.tensors))
+    # The weights lie on the disk twice while they are written, and in memory not at all.
+    return write_together(
+        feed,
+        lambda: _into(
+            out,
+            2 * saved_bytes(model, dtype),
+            lambda folder: _write_sharded(model, held, feed, tokenizer, folder, companions),
+        ),
+    )
+
+
+def _into(out: Path, needed: int, write: Callable[[Path], None]) -> Path:
+    """Has a new folder written that takes the place of `out`, or whose files take their places in it."""
+    require_space(out, needed, "the model")
     if _is_ours(out):
         with new_folder(out) as folder:
-            _write(model, tokenizer, folder, dtype, companions)
+            write(folder)
         return out
     # Such as the run folder itself: `trainer.save_model(args.output_dir)` is what TRL's examples do.
     with new_folder(out / "saving") as folder:
-        _write(model, tokenizer, folder, dtype, companions)
+        write(folder)
     for stale in _weight_files(out):
         stale.unlink()
     for path in (out / "saving").iterdir():
@@ -68,8 +89,8 @@ def save_model(
 def saved_bytes(model: Any, dtype: torch.dtype | None = None) -> int:
     """Bytes of the weights that `save_model` writes: all of a plain model's, the trained ones of a peft model."""
     if is_adapter(model):
-        return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters() if parameter.requires_grad)
-    return sum(parameter.numel() * (dtype or parameter.dtype).itemsize for parameter in model.parameters())
+        return sum(part.numel() * compute_dtype(part).itemsize for part in model.parameters() if part.requires_grad)
+    return sum(part.numel() * (dtype or compute_dtype(part)).itemsize for part in model.parameters())
 
 
 def write_settings(model: Any, tokenizer: Any, folder: Path) -> None:
@@ -80,7 +101,7 @@ def write_settings(model: Any, tokenizer: Any, folder: Path) -> None:
     """
     base = base_of(model)
     config = copy.deepcopy(base.config)
-    config.dtype = str(base.dtype).removeprefix("torch.")
+    config.dtype = str(compute_dtype(next(base.parameters()))).removeprefix("torch.")
     config.architectures = [type(base).__name__]
     try:
         config.save_pretrained(folder)
@@ -109,6 +130,26 @@ def _write(model: Any, tokenizer: Any, folder: Path, dtype: torch.dtype | None, 
     _write_tokenizer(base, tokenizer, folder)
     for path in companions:
         shutil.copy2(path, folder / path.name)
+
+
+def _write_sharded(model: Any, held: WholeState, feed: Feed, tokenizer: Any, folder: Path, companions: Sequence[Path]) -> None:
+    """Gathers the weights into a file, and has a model without memory saved with the file's tensors as its weights."""
+    file = folder / ".gathered.safetensors"
+    write_tensors(file, held.tensors, feed)
+    weights = held.named(TensorFile(file))
+    file.unlink()  # its pages stay as long as they are mapped
+    if is_adapter(model):
+        save_adapter(model, folder, weights)
+        _write_tokenizer(base_of(model), tokenizer, folder)
+        for path in companions:
+            shutil.copy2(path, folder / path.name)
+        return
+    with torch.device("meta"):
+        twin = type(model)(copy.deepcopy(model.config))
+    twin.load_state_dict(weights, assign=True)
+    twin.tie_weights()
+    twin.generation_config = model.generation_config
+    _write(twin, tokenizer, folder, None, companions)
 
 
 def _write_tokenizer(base: Any, tokenizer: Any, folder: Path) -> None:

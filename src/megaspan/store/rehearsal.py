@@ -18,6 +18,7 @@ from megaspan.human import UserError, format_bytes
 from megaspan.store.checkpoint import HasState, checkpoints, trained_tensors
 from megaspan.store.folder import free_bytes, new_folder, remove_folder
 from megaspan.store.plain import saved_bytes, write_settings
+from megaspan.store.sharded import is_sharded, together
 from megaspan.store.tensors import split_state, tensor_bytes
 
 
@@ -59,7 +60,8 @@ def rehearse_save(
     """Tries at step 0 what would otherwise fail after the training is done (case R88).
 
     The run folder is made and written to, the optimizer's state is checked for things that a checkpoint cannot hold, and the
-    disk must have room for the checkpoints that will exist at one time and for the final model.
+    disk must have room for the checkpoints that will exist at one time and for the final model. Of a sharded model all ranks
+    call this together.
 
     Args:
         run: the run folder.
@@ -78,6 +80,16 @@ def rehearse_save(
     run = Path(run)
     whole = {"optimizer": optimizer.state_dict(), "progress": dict(progress or {}), "identity": dict(identity or {})}
     split_state(whole, "state")
+
+    def rehearse() -> Rehearsal:
+        return _rehearse(run, model, optimizer_bytes, saves, keep, dtype)
+
+    return together(rehearse) if is_sharded(model) else rehearse()
+
+
+def _rehearse(
+    run: Path, model: torch.nn.Module, optimizer_bytes: int, saves: int, keep: int | None, dtype: torch.dtype | None
+) -> Rehearsal:
     try:
         with new_folder(run / "rehearsal") as folder:
             write_settings(model, None, folder)

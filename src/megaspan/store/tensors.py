@@ -23,6 +23,9 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
+from megaspan.layers.shards import Sharded
+from megaspan.store.sharded import Feed, in_order
+
 CHUNK_BYTES = 64 * 2**20
 
 _DTYPES = {
@@ -33,24 +36,29 @@ _DTYPES = {
 }  # fmt: skip
 
 
-def tensor_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
-    """Bytes that `tensors` take on disk, the header (some 100 bytes a tensor) not counted."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+def tensor_bytes(tensors: Mapping[str, Any]) -> int:
+    """Bytes that `tensors` (whole or `Sharded`) take on disk, the header (some 100 bytes a tensor) not counted."""
+    return sum(_bytes(tensor) for tensor in tensors.values())
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> int:
+def _bytes(tensor: Any) -> int:
+    count: int = torch.Size(tensor.shape).numel() * tensor.dtype.itemsize
+    return count
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Any], feed: Feed | None = None) -> int:
     """Writes a safetensors file and returns its CRC-32; host memory above the tensors themselves: one chunk.
 
     Args:
         path: the file to create.
         tensors: by name, on any device; a tensor that is not contiguous is copied, one at a time.
+        feed: brings the `Sharded` among them.
     """
-    # Widest elements first, as the format asks, so that every tensor of a memory-mapped file is aligned.
-    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    names = in_order(tensors)
     header, offset = {"__metadata__": {"format": "pt"}}, 0
     for name in names:
         tensor = tensors[name]
-        end = offset + tensor.numel() * tensor.element_size()
+        end = offset + _bytes(tensor)
         header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}  # type: ignore[dict-item]
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
@@ -59,23 +67,29 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> int:
     crc = zlib.crc32(start)
     with path.open("wb") as file, ThreadPoolExecutor(1, "megaspan-sum") as summing:
         file.write(start)
-        for chunk in _chunks([tensors[name] for name in names]):
+        for chunk in _chunks([tensors[name] for name in names], feed):
             sum_ = summing.submit(zlib.crc32, chunk, crc)
             file.write(chunk)
             crc = sum_.result()
     return crc
 
 
-def _chunks(tensors: Sequence[torch.Tensor]) -> Iterator[memoryview]:
+def _chunks(tensors: Sequence[Any], feed: Feed | None) -> Iterator[memoryview]:
     """The tensors' bytes in pieces of at most one chunk; a piece is valid until the next is asked for."""
-    on_device = any(tensor.device.type != "cpu" for tensor in tensors)
-    staging = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=torch.cuda.is_available()) if on_device else None
+    staging: torch.Tensor | None = None
     for tensor in tensors:
-        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        for piece in flat.split(CHUNK_BYTES):
-            if staging is not None and piece.device.type != "cpu":
+        if isinstance(tensor, Sharded):
+            assert feed is not None
+            pieces = feed.take(tensor)
+        else:
+            pieces = iter(tensor.detach().contiguous().reshape(-1).view(torch.uint8).split(CHUNK_BYTES))
+        for piece in pieces:
+            if piece.device.type != "cpu":
+                if staging is None:
+                    staging = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
                 piece = staging[: len(piece)].copy_(piece)
-            yield memoryview(piece.numpy())
+            array: Any = piece.numpy()
+            yield memoryview(array)
 
 
 class TensorFile(Mapping[str, torch.Tensor]):
@@ -105,26 +119,26 @@ class TensorFile(Mapping[str, torch.Tensor]):
         return tuple(self._file.get_slice(name).get_shape())
 
 
-def split_state(state: Any, prefix: str) -> tuple[Any, dict[str, torch.Tensor]]:
+def split_state(state: Any, prefix: str) -> tuple[Any, dict[str, Any]]:
     """Splits a nested state (dicts, lists, tuples, numbers, strings, tensors) into something JSON can hold and its tensors.
 
     Args:
-        state: for instance an optimizer's `state_dict()`.
+        state: for instance an optimizer's `state_dict()`; its tensors may be `Sharded`.
         prefix: first part of the tensors' names.
 
     Raises:
         TypeError: something else is in it, named by its place.
     """
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, Any] = {}
     return _split(state, prefix, tensors), tensors
 
 
-def _split(node: Any, place: str, tensors: dict[str, torch.Tensor]) -> Any:
+def _split(node: Any, place: str, tensors: dict[str, Any]) -> Any:
     if isinstance(node, np.generic):
         node = node.item()
     if node is None or isinstance(node, bool | int | float | str):
         return node
-    if isinstance(node, torch.Tensor):
+    if isinstance(node, torch.Tensor | Sharded):
         tensors[place] = node
         return {"$tensor": place}
     if isinstance(node, np.ndarray):
