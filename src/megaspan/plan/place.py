@@ -61,11 +61,13 @@ def free_policy(facts: ModelFacts, s: Settings) -> KeepPolicy:
 def policies(facts: ModelFacts, s: Settings, limits: Limits) -> Iterator[KeepPolicy]:
     """Policies that fit, each kind of them the best: everything kept; then with a disk; then with less kept."""
     if s.checkpoint:
+        rooms = Rooms(facts, s, limits)
+        if not rooms.fits_bare:
+            return
         free = free_policy(facts, s)
         if limits.hold(memory(facts, replace(s, keep=free))):
             yield free
             return
-        rooms = Rooms(facts, s, limits)
         if (whole := rooms.everything()) is not None:
             yield whole
             return
@@ -101,7 +103,8 @@ class Rooms:
         self.facts, self.s, self.limits = facts, s, limits
         self._step = Step(facts, s)
         self._here = self._device_pool()
-        self._fits_bare = self._here.least >= 0 and self._optimizer_fits()
+        self._least_room = min(self._here.forward, *self._here.backward)
+        self.fits_bare = self._least_room >= 0 and self._optimizer_fits()
         waiting = waiting_parts(facts, replace(s, keep=KeepPolicy.everything(facts.layers, "device")))
         self._host = limits.host - sum(part.bytes for part in waiting if part.place == "host") if s.gpu else 0
         if facts.window is None:
@@ -115,7 +118,7 @@ class Rooms:
 
     def with_disk(self) -> KeepPolicy | None:
         """All inputs and outputs, as few as possible of them on disk."""
-        if not self.limits.disk or not self.s.gpu or not self.s.offload or not self._fits_bare:
+        if not self.limits.disk or not self.s.gpu or not self.s.offload or not self.fits_bare:
             return None
         layers, task = self.facts.layers, self._tasks()[0]
         host = self._host - staged_bytes(self.facts, self.s)
@@ -144,7 +147,7 @@ class Rooms:
 
     def any_fits(self) -> bool:
         """Whether any policy fits."""
-        if not self._fits_bare:
+        if not self.fits_bare:
             return False
         ends = [end for end in {0, self._outputs} if self._least(end) <= self._room]
         if not self.s.streams:
@@ -181,12 +184,16 @@ class Rooms:
     def _tasks(self) -> list[Task]:
         """The order in which pools are filled, and where segments wait, in every way that makes sense."""
         step, s, layers = self._step, self.s, self.facts.layers
-        if not self._fits_bare:
+        if not self.fits_bare:
             return [Task(step.input, step.output, (Pool.steady("device", -1, layers),), "device", self._worth)]
         if not s.gpu or not s.offload:
-            # One pool; on a CPU with offload it is called host.
+            # One pool; on a CPU with offload it is called host, and the parts there are counted for the whole step.
             place: Place = "host" if s.offload else "device"
-            one = replace(self._here, place=place) if place == "device" else Pool.steady(place, self._here.least, layers)
+            one = self._here
+            if place == "host":
+                room = self._least_room
+                again = tuple(min(room, each) for each in one.again)
+                one = Pool("host", None, room, (room,) * layers, again)
             return [Task(step.input, step.output, (one,), place, self._worth)]
         host = Pool.steady("host", self._host, layers)
         stays = replace(self._here, fill=self._here.least)
