@@ -73,10 +73,11 @@ def _train(call: Call) -> Result:
     if (count := launch.processes(wish, config)) > 1:
         words = ["train", *call.places, *call.flags, *(["--json"] if "json" in call.own else [])]
         return _ended(launch.run(words, count))
-    from megaspan.trainer import run
+    with launch.as_rank() as shows:
+        from megaspan.trainer import run
 
-    result = run(config)
-    return Result(_lines(result), result)
+        result = run(config)
+    return Result(_lines(result), result) if shows else Result("", None)
 
 
 def _data(call: Call) -> Result:
@@ -166,7 +167,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command line, prints its result. Returns the exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     as_json = "--json" in arguments
-    rank = _rank()
     try:
         # Libraries print where they like; only the result may reach stdout. What `data` prints is its result.
         quiet = as_json or arguments[:1] != ["data"]
@@ -174,8 +174,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             result = _run(arguments)
     except (Exception, KeyboardInterrupt) as error:
         result = _failure(error)
-    if result.code == DONE and rank > 0:  # the result is rank 0's to show
-        return result.code
     if result.value is None:  # another process shows it
         return result.code
     try:
@@ -280,16 +278,6 @@ def _hearing_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def _rank() -> int:
-    """This process's number among those that a launcher started; under our own launcher it also ends with its parent."""
-    from megaspan import world
-
-    started = world.launch()
-    if started.by == "megaspan train":
-        world.follow_parent()
-    return started.rank
 
 
 def _failure(error: BaseException) -> Result:

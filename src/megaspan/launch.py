@@ -15,7 +15,7 @@ import sys
 import threading
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -63,6 +63,22 @@ def processes(wish: int | None, config: SFTConfig) -> int:
     given = {option: getattr(config, option) for option in OPTIONS if option in config.model_fields_set}
     resolve(given, count, start="add --nproc {}")
     return count
+
+
+@contextmanager
+def as_rank() -> Iterator[bool]:
+    """Around the work of one rank; gives whether header, progress and result are its to show.
+
+    A rank of our own launcher ends with its parent. The stderr of any but rank 0 is silent: in a file under our own launcher,
+    nowhere under others. Errors are said outside of this.
+    """
+    started = world.launch()
+    if started.by == "megaspan train":
+        world.follow_parent()
+    with ExitStack() as stack:
+        if started.rank > 0 and started.by != "megaspan train":
+            stack.enter_context(redirect_stderr(stack.enter_context(open(os.devnull, "w"))))
+        yield started.rank == 0
 
 
 def run(words: Sequence[str], count: int, program: Sequence[str] = ("-X", "faulthandler", "-m", "megaspan")) -> Failure | None:

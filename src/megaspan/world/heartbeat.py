@@ -205,10 +205,10 @@ class Heartbeat:
         if why:
             note = {"rank": self._launch.rank, "code": code, "sentences": [why], "trace": ""}
             try:
-                told = self._board.first("failure", note)
-            except RuntimeError:
-                told = note
-            if told == note and self._launch.by != "megaspan train":
+                says = self._board.first("failure", note) == note and self._launch.by != "megaspan train"
+            except RuntimeError:  # nobody is there who could
+                says = True
+            if says:
                 _say(why + ".")
         sys.stderr.flush()
         self._end(code)

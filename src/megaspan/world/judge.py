@@ -1,8 +1,9 @@
 """Which rank holds up the others: pure judgement over what each was last seen at.
 
-All ranks pass the same beats in the same order, so the one that is behind is the one that the others wait for. A rank that is
-ahead of another is never blamed, however long it has been silent: it waits in a collective. At equal places, the ranks that are
-not inside a collective are blamed; when all are, all are named.
+All ranks pass the same beats in the same order, and a rank that is ahead soon waits in a collective for the one behind. So a
+hang is when nobody moves, and the rank to blame is the one that is behind. At equal places it is the ranks that are not inside
+a collective; when all are, all are named. While any rank moves, nobody is blamed: what one rank has written of the other may
+be half a second old.
 """
 
 from __future__ import annotations
@@ -35,20 +36,23 @@ class Seen:
     where: str = ""
     waits: bool = False
 
-    def late(self, least: float, factor: float) -> bool:
-        """Whether it is silent for longer than `least` seconds and than `factor` times what its phase is expected to last."""
-        return self.absent > least or (self.patience is not None and self.silent > max(least, factor * self.patience))
-
 
 def culprits(seen: Mapping[int, Seen], least: float, factor: float) -> list[int]:
-    """The ranks that the others wait for, or none while everybody may still be at work."""
+    """The ranks that the others wait for, or none while everybody may still be at work.
+
+    Args:
+        seen: what is known of each rank that has not ended.
+        least: seconds of stillness that say nothing.
+        factor: how many times longer than expected a phase may last.
+    """
     if not seen:
         return []
     if gone := [rank for rank, each in seen.items() if each.absent > least]:
         return gone
     behind = min(each.count for each in seen.values())
     last = {rank: each for rank, each in seen.items() if each.count == behind}
-    if not all(each.late(least, factor) for each in last.values()):
+    still = min(each.silent for each in seen.values())
+    if any(each.patience is None or still <= max(least, factor * each.patience) for each in last.values()):
         return []
     return [rank for rank, each in last.items() if not each.waits] or list(last)
 

@@ -98,10 +98,12 @@ def join(config: SFTConfig, limits: Limits | None = None) -> Ranks:
     Raises:
         UserError: sizes, launcher and machine do not go together.
     """
+    started = launch()
+    if started.several:
+        sys.excepthook = exit_once
     here, place = device(config.use_cpu), mesh(config)
-    if place.ranks == 1:
+    if not started.several:
         return Ranks(place, here)
-    ranks = Ranks(place, here, Heartbeat(launch(), limits))
-    sys.excepthook = exit_once
+    ranks = Ranks(place, here, Heartbeat(started, limits))
     atexit.register(ranks.leave)
     return ranks

@@ -1,0 +1,160 @@
+"""Ranks that hang, die, fail or get a signal, as threads of one process (real processes are in test_ranks.py)."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from megaspan.world.deaths import find_death
+from megaspan.world.failure import report_failure
+from tests.world.meeting import FAST, environ, meet, until
+
+
+def close(hearts) -> None:
+    for heart in hearts:
+        heart._closed.set()
+
+
+def test_a_rank_that_hangs_is_named_and_then_ends_all(capsys):
+    hearts, ended, _ = meet(3)
+    for heart in hearts:
+        heart.beat("forward layer 5")
+    for rank in (0, 2):
+        hearts[rank].beat("forward layer 6")
+    began = time.monotonic()
+    until(lambda: None not in ended)
+    assert FAST.end <= time.monotonic() - began < FAST.end + 3
+    assert ended == [1, 1, 1]
+    named, last = (line for line in capsys.readouterr().err.splitlines() if "rank" in line)
+    assert named.startswith("megaspan: rank 1 has been in 'forward layer 5' for 0.")
+    assert "; the others wait. The run ends after 1.20 s of this." in named
+    assert last.startswith("megaspan: rank 1 has been in 'forward layer 5' for 1.")
+    assert last.endswith("The run is ended.")
+
+
+def test_a_rank_that_moves_again_goes_on(capsys):
+    hearts, ended, _ = meet(2)
+    hearts[0].beat("save")
+    hearts[0].beat("after")
+    hearts[1].beat("save")
+    until(lambda: bool(hearts[0]._named))
+    hearts[1].beat("after")
+    until(lambda: not hearts[0]._named)
+    time.sleep(2 * FAST.period)
+    close(hearts)
+    assert ended == [None, None]
+    assert "rank 1 moves again." in capsys.readouterr().err
+
+
+def test_patience_is_what_a_phase_is_expected_to_last(capsys):
+    """A layer of eight million tokens takes minutes and is no hang; and what has no limit is never named (case R82)."""
+    hearts, ended, _ = meet(2)
+    hearts[0].beat("forward layer 0")
+    hearts[1].beat("tokenise", None)
+    time.sleep(FAST.end + 0.3)
+    hearts[0].beat("forward layer 1", 10.0)
+    hearts[1].beat("forward layer 1", 10.0)
+    time.sleep(FAST.end + 0.3)
+    close(hearts)
+    assert ended == [None, None]
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("code", "others"), [(2, 2), (3, 3)])
+def test_a_rank_that_fails_ends_the_others_with_its_code_in_silence(capsys, code, others):
+    hearts, ended, started = meet(3)
+    failure = report_failure(code, ["a wrong thing"], environ=environ(started[1]))
+    assert failure is not None
+    assert (failure.rank, failure.sentences) == (1, ["a wrong thing"])
+    until(lambda: ended[0] is not None and ended[2] is not None)
+    assert ended == [others, None, others]  # it ends itself
+    assert report_failure(1, ["connection closed by peer"], environ=environ(started[0])) is None
+    close(hearts)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_rank_that_dies_without_a_word_is_named(capsys):
+    hearts, ended, _ = meet(3)
+    hearts[2].beat("backward layer 7")
+    child = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(0,))
+    child.start()
+    child.join()
+    until(lambda: hearts[0]._seen.get(2, ([0, 0],))[0][1] == 1)
+    hearts[2]._closed.set()
+    from megaspan.world.agreement import node
+
+    hearts[2]._board.write("who/2", {"pid": child.pid, "node": node()})
+    until(lambda: ended[0] is not None and ended[1] is not None)
+    assert ended == [1, 1, None]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("megaspan: rank 2 died in 'backward layer 7' without a word")
+    # The echo that the dead rank leaves in another one is told as the death that it is.
+    assert "rank 2 died" in find_death(hearts[0]._board, 3)
+
+
+def walk(heart, rank: int, places: list[int], came: dict[int, int], speed: float) -> None:
+    for place in range(1, 1000):
+        time.sleep(speed)
+        if (stop := heart.boundary(came.get(rank))) is not None:
+            places[rank] = place
+            assert stop == signal.SIGTERM
+            return
+
+
+@pytest.mark.parametrize("receivers", [[0], [2], [0, 1, 2]])
+def test_a_signal_to_any_rank_stops_all_at_one_boundary(receivers):
+    """Each would stop at a layer of its own, and the first collective after that would never be answered."""
+    hearts, ended, _ = meet(3)
+    places, came = [0, 0, 0], {}
+    threads = [
+        threading.Thread(target=walk, args=(heart, rank, places, came, 0.002 * (1 + 3 * rank)), daemon=True)
+        for rank, heart in enumerate(hearts)
+    ]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.1)
+    came.update(dict.fromkeys(receivers, signal.SIGTERM))
+    for thread in threads:
+        thread.join(10)
+    assert len(set(places)) == 1
+    assert places[0] > 0
+    assert all(heart.stopped for heart in hearts)
+    close(hearts)
+    assert ended == [None] * 3
+
+
+def test_nobody_leaves_before_all_are_done():
+    hearts, _, _ = meet(2)
+    left = []
+    thread = threading.Thread(target=lambda: (hearts[0].close(), left.append(0)))
+    thread.start()
+    time.sleep(0.3)
+    assert left == []
+    hearts[1].close()
+    thread.join(5)
+    assert left == [0]
+
+
+def test_a_beat_is_cheap():
+    hearts, _, _ = meet(1)
+    began = time.perf_counter()
+    for number in range(10_000):
+        hearts[0].beat("layer")
+        assert hearts[0].boundary(None) is None or number < 0
+    close(hearts)
+    assert time.perf_counter() - began < 1.0  # 100 µs each would be seen nowhere; it is below 10
+
+
+def test_this_process_is_alive_and_says_where_it_is():
+    from megaspan.world.deaths import _alive
+    from megaspan.world.heartbeat import location
+
+    assert _alive(os.getpid())
+    where, waits = location()
+    assert "heartbeat.py" in where or "test_heartbeat.py" in where
+    assert not waits

@@ -1,0 +1,42 @@
+"""A user's script with a toy in place of the trainer: `toy_script.py WHAT [option=value …]`, under torchrun or accelerate."""
+
+import os
+import signal
+import sys
+import time
+
+from megaspan import world
+from megaspan.config import SFTConfig, parallel
+from megaspan.human import UserError
+
+
+def main(what: str, *words: str) -> None:
+    options = {name: int(value) for name, _, value in (word.partition("=") for word in words)}
+    parallel.PROVEN = True
+    config = SFTConfig(max_length=8, use_cpu=what != "gpu", **options)
+    ranks = world.join(config, world.Limits(period=0.1, name=1.0, end=2.5))
+    axes = ranks.connect()
+    print(f"{world.launch().by}: {ranks.mesh}, rank {ranks.mesh.rank}", flush=True)
+    if axes is None:
+        return
+    import torch
+    import torch.distributed as dist
+
+    ranks.beat("forward layer 5")
+    if what == "wrong":
+        raise UserError("a wrong thing", do="Right it")
+    if ranks.mesh.rank == 1:
+        if what == "sleep":
+            time.sleep(60)
+        if what == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.ones(1))  # on the host, whatever the ranks compute on
+    total = torch.ones(1, device=ranks.device)
+    for axis in ("row", "data", "shard", "cp"):
+        dist.all_reduce(total, group=axes.group(axis))
+    ranks.beat("forward layer 6")
+    print(f"all {total.item():g}", flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
