@@ -10,6 +10,8 @@ Source of the cut: `torch.chunk` along the first dimension, as in torch.distribu
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,6 +74,22 @@ def computes_in(parameter: Tensor, dtype: torch.dtype) -> None:
 def is_master(parameter: Tensor) -> bool:
     """Whether a sharded parameter is the fp32 master of what is computed with."""
     return isinstance(parameter, DTensor) and compute_dtype(parameter) != parameter.dtype
+
+
+@contextmanager
+def gathered(layer: Any) -> Iterator[None]:
+    """Inside, the weights of an FSDP2 unit are whole, as in its forward; nothing happens to any other module.
+
+    All ranks enter it together.
+    """
+    unit = hasattr(layer, "unshard")
+    if unit:
+        layer.unshard()
+    try:
+        yield
+    finally:
+        if unit:
+            layer.reshard()
 
 
 def all_gather(whole: Tensor, mine: Tensor, group: Any) -> None:

@@ -31,7 +31,7 @@ from megaspan.layers.norms import fuse_norms, unfuse_norms
 from megaspan.layers.reuse import Reuse
 from megaspan.layers.routing import Router, find_router, watching
 from megaspan.layers.selfcheck import prove_family
-from megaspan.layers.shards import compute_dtype
+from megaspan.layers.shards import compute_dtype, gathered
 from megaspan.layers.stream import Counts, LayerPlan, LayerRun
 from megaspan.layers.tape import Stores, Tape, most_waiting, passing
 from megaspan.layers.tokenwise import tile_final_norm
@@ -128,7 +128,10 @@ class Streaming:
         """
         self.general.install(model)
         self._layers = list(checkpointed_layers(model))
-        found = [_router_of(layer) for layer in self._layers]
+        found = []
+        for layer in self._layers:
+            with gathered(layer):
+                found.append(_router_of(layer))
         self._routers = {index: router for index, router in enumerate(found) if isinstance(router, Router)}
         self.balances = _balances(model, found)
         families = [
@@ -147,11 +150,9 @@ class Streaming:
                 # The general path put the attribute there and takes it away again.
                 run = functools.partial(self._run, index, family, layer.__dict__["_gradient_checkpointing_func"])
                 layer.__dict__["_gradient_checkpointing_func"] = run
-        if fused:
-            self._halves = {
-                index: find_halves(self._layers[index], families[index], self.fused)  # type: ignore[arg-type]
-                for index in self._streamed()
-            }
+        for index in self._streamed() if fused else []:
+            with gathered(self._layers[index]):
+                self._halves[index] = find_halves(self._layers[index], families[index], self.fused)  # type: ignore[arg-type]
         if self.plan.fused_norms:
             self._fused = fuse_norms(self._layers[index] for index in self._streamed())
         if self._streamed():
