@@ -12,15 +12,24 @@ import pytest
 
 from megaspan.world.deaths import find_death
 from megaspan.world.failure import report_failure
-from tests.world.meeting import FAST, environ, meet, until
+from tests.world import meeting
+from tests.world.meeting import FAST, environ, part, until
 
 
-def close(hearts) -> None:
-    for heart in hearts:
-        heart._closed.set()
+@pytest.fixture
+def meet():
+    made = []
+
+    def make(size: int):
+        hearts, ended, started = meeting.meet(size)
+        made.extend(hearts)
+        return hearts, ended, started
+
+    yield make
+    meeting.part(made)
 
 
-def test_a_rank_that_hangs_is_named_and_then_ends_all(capsys):
+def test_a_rank_that_hangs_is_named_and_then_ends_all(meet, capsys):
     hearts, ended, _ = meet(3)
     for heart in hearts:
         heart.beat("forward layer 5")
@@ -37,7 +46,7 @@ def test_a_rank_that_hangs_is_named_and_then_ends_all(capsys):
     assert last.endswith("The run is ended.")
 
 
-def test_a_rank_that_moves_again_goes_on(capsys):
+def test_a_rank_that_moves_again_goes_on(meet, capsys):
     hearts, ended, _ = meet(2)
     hearts[0].beat("save")
     hearts[0].beat("after")
@@ -46,12 +55,12 @@ def test_a_rank_that_moves_again_goes_on(capsys):
     hearts[1].beat("after")
     until(lambda: not hearts[0]._named)
     time.sleep(2 * FAST.period)
-    close(hearts)
+    part(hearts)
     assert ended == [None, None]
     assert "rank 1 moves again." in capsys.readouterr().err
 
 
-def test_patience_is_what_a_phase_is_expected_to_last(capsys):
+def test_patience_is_what_a_phase_is_expected_to_last(meet, capsys):
     """A layer of eight million tokens takes minutes and is no hang; and what has no limit is never named (case R82)."""
     hearts, ended, _ = meet(2)
     hearts[0].beat("forward layer 0")
@@ -60,13 +69,13 @@ def test_patience_is_what_a_phase_is_expected_to_last(capsys):
     hearts[0].beat("forward layer 1", 10.0)
     hearts[1].beat("forward layer 1", 10.0)
     time.sleep(FAST.end + 0.3)
-    close(hearts)
+    part(hearts)
     assert ended == [None, None]
     assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(("code", "others"), [(2, 2), (3, 3)])
-def test_a_rank_that_fails_ends_the_others_with_its_code_in_silence(capsys, code, others):
+def test_a_rank_that_fails_ends_the_others_with_its_code_in_silence(meet, capsys, code, others):
     hearts, ended, started = meet(3)
     failure = report_failure(code, ["a wrong thing"], environ=environ(started[1]))
     assert failure is not None
@@ -74,11 +83,11 @@ def test_a_rank_that_fails_ends_the_others_with_its_code_in_silence(capsys, code
     until(lambda: ended[0] is not None and ended[2] is not None)
     assert ended == [others, None, others]  # it ends itself
     assert report_failure(1, ["connection closed by peer"], environ=environ(started[0])) is None
-    close(hearts)
+    part(hearts)
     assert capsys.readouterr().err == ""
 
 
-def test_a_rank_that_dies_without_a_word_is_named(capsys):
+def test_a_rank_that_dies_without_a_word_is_named(meet, capsys):
     hearts, ended, _ = meet(3)
     hearts[2].beat("backward layer 7")
     child = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(0,))
@@ -107,7 +116,7 @@ def walk(heart, rank: int, places: list[int], came: dict[int, int], speed: float
 
 
 @pytest.mark.parametrize("receivers", [[0], [2], [0, 1, 2]])
-def test_a_signal_to_any_rank_stops_all_at_one_boundary(receivers):
+def test_a_signal_to_any_rank_stops_all_at_one_boundary(meet, receivers):
     """Each would stop at a layer of its own, and the first collective after that would never be answered."""
     hearts, ended, _ = meet(3)
     places, came = [0, 0, 0], {}
@@ -124,11 +133,11 @@ def test_a_signal_to_any_rank_stops_all_at_one_boundary(receivers):
     assert len(set(places)) == 1
     assert places[0] > 0
     assert all(heart.stopped for heart in hearts)
-    close(hearts)
+    part(hearts)
     assert ended == [None] * 3
 
 
-def test_nobody_leaves_before_all_are_done():
+def test_nobody_leaves_before_all_are_done(meet):
     hearts, _, _ = meet(2)
     left = []
     thread = threading.Thread(target=lambda: (hearts[0].close(), left.append(0)))
@@ -140,13 +149,13 @@ def test_nobody_leaves_before_all_are_done():
     assert left == [0]
 
 
-def test_a_beat_is_cheap():
+def test_a_beat_is_cheap(meet):
     hearts, _, _ = meet(1)
     began = time.perf_counter()
     for number in range(10_000):
         hearts[0].beat("layer")
         assert hearts[0].boundary(None) is None or number < 0
-    close(hearts)
+    part(hearts)
     assert time.perf_counter() - began < 1.0  # 100 µs each would be seen nowhere; it is below 10
 
 
