@@ -39,10 +39,11 @@ def environ(launch: Launch) -> dict[str, str]:
     }  # fmt: skip
 
 
-def meet(size: int, limits: Limits = FAST) -> tuple[list[Heartbeat], Ended, list[Launch]]:
+def meet(size: int, limits: Limits = FAST, late: int = 0) -> tuple[list[Heartbeat], Ended, list[Launch]]:
+    """The hearts of the ranks but the `late` last ones, which have not started yet."""
     ended, started = Ended(size), launches(size)
     hearts = []
-    for launch in started:
+    for launch in started[: size - late]:
 
         def end(code: int, rank: int = launch.rank) -> None:
             if ended[rank] is None:

@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from megaspan.world import heartbeat
 from megaspan.world.deaths import find_death
 from megaspan.world.failure import report_failure
 from tests.world import meeting
@@ -20,8 +21,8 @@ from tests.world.meeting import FAST, environ, part, until
 def meet():
     made = []
 
-    def make(size: int):
-        hearts, ended, started = meeting.meet(size)
+    def make(size: int, **more):
+        hearts, ended, started = meeting.meet(size, **more)
         made.extend(hearts)
         return hearts, ended, started
 
@@ -72,6 +73,17 @@ def test_patience_is_what_a_phase_is_expected_to_last(meet, capsys):
     part(hearts)
     assert ended == [None, None]
     assert capsys.readouterr().err == ""
+
+
+def test_ranks_that_start_late_are_waited_for_and_then_named(meet, capsys, monkeypatch):
+    hearts, ended, _ = meet(3, late=1)
+    for heart in hearts:
+        heart.beat("connect")
+    time.sleep(FAST.end + 0.3)
+    assert capsys.readouterr().err == ""  # nobody is blamed for waiting
+    monkeypatch.setattr(heartbeat, "START_PATIENCE", 0.1)
+    until(lambda: None not in ended[:2])
+    assert "rank 2 has been in 'start' for 1." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("code", "others"), [(2, 2), (3, 3)])

@@ -43,6 +43,8 @@ class Limits:
 
 
 NAME_FACTOR, END_FACTOR = 2.0, 5.0
+# Seconds that a rank may need until it writes for the first time: imports from a cold network disk.
+START_PATIENCE = 120.0
 
 
 class Heartbeat:
@@ -68,6 +70,7 @@ class Heartbeat:
         self.failed = False  # this rank ended with an error
         self._seen: dict[int, tuple[list[Any], float, float]] = {}  # rank: note, when it moved last, when it was written last
         self._named: list[int] = []
+        self._began = time.monotonic()
         self._tick = 0
         self._closed = threading.Event()
         self._board = Board(started)
@@ -189,6 +192,8 @@ class Heartbeat:
             for rank, (note, moved, written) in self._seen.items()
             if rank not in left
         }
+        for rank in set(range(self._launch.world_size)) - set(self._seen) - set(left):
+            seen[rank] = Seen(-1, "start", START_PATIENCE, now - self._began)
         speaker = min((rank for rank, each in seen.items() if each.absent < limits.name / 2), default=None)
         if ending := culprits(seen, limits.end, END_FACTOR):
             self._finish(1, sentence(ending, seen) + ". The run is ended")

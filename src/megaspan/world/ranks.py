@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 # that is right: a rank that saves alone, a layer of eight million tokens.
 COLLECTIVE_TIMEOUT = timedelta(hours=2)
 
+CONNECT_PATIENCE = 60.0  # seconds that the first contact of many nodes may take
+
 
 @dataclass(frozen=True)
 class Ranks:
@@ -67,7 +69,7 @@ class Ranks:
         import torch
         import torch.distributed as dist
 
-        self.beat("connect")
+        self.beat("connect", CONNECT_PATIENCE)
         cuda = self.device.type == "cuda"
         if cuda:
             torch.cuda.set_device(self.device)
