@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from megaspan.attention import install as install_attention
 from megaspan.human import UserError
-from megaspan.layers.stream import LayerPlan
+from megaspan.layers.stream import LayerPlan, LayerRun
 from megaspan.layers.streamed import Streaming
-from megaspan.layers.tape import most_waiting
+from megaspan.layers.tape import most_bytes, most_waiting
 from megaspan.memory.disk import DiskTier
 from megaspan.plan.keep import PLACES, KeepPolicy, LayerKeep
 from tests.memory.latedisk import LateDisk
@@ -91,7 +91,7 @@ def test_every_placement_and_segment_gives_the_same_bits(plain, everything_here,
     # An output that a segment's second run computes serves the backward too: never a third time.
     assert stats.attention_forwards == 3 * (LAYERS + again)
     assert stats.attention_backwards == 3 * LAYERS
-    assert all(store.arena.used == store.staged_bytes for store in streaming._stores.all)
+    assert streaming._stores.used == sum(store.staged_bytes for store in streaming._stores.all)
     streaming.remove()
 
 
@@ -229,7 +229,7 @@ def test_a_disk_that_is_full_in_the_middle_of_a_step(plain, tmp_path, monkeypatc
     monkeypatch.setattr(os, "pwritev", real)
     streaming.discard()
     assert disk.stats().used == 0
-    assert all(store.arena.used == store.staged_bytes for store in streaming._stores.all)
+    assert streaming._stores.used == sum(store.staged_bytes for store in streaming._stores.all)
     loss, got = step(there, batch(33))
     assert torch.equal(loss, want[0])
     assert all(torch.equal(got[name], want[1][name]) for name in got)
@@ -281,11 +281,49 @@ def test_a_forward_without_a_backward_gives_its_memory_back(plain):
     policy = KeepPolicy((LayerKeep("host", "host"),) * LAYERS)
     model, streaming = made(plain, policy)
     loss = model(**batch(20), use_cache=False).loss
-    assert any(store.arena.used for store in streaming._stores.all)
+    assert streaming._stores.used
     del loss
     gc.collect()
     step(model, batch(20))
-    assert all(store.arena.used == 0 for store in streaming._stores.all)
+    assert streaming._stores.used == 0
+
+
+def test_inputs_and_outputs_share_the_hosts_memory():
+    """36 equal layers in 11 graded segments: 12 pieces at once, where 11 inputs and 6 outputs apart would be 17."""
+    starts, lengths = [], (6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1)
+    for length in lengths:
+        starts += [LayerKeep("host", None), *[LayerKeep(None, None)] * (length - 1)]
+    policy = KeepPolicy(tuple(starts))
+    assert most_waiting(policy, "host", by_tiles=True) == (11, 6)
+    assert most_bytes(policy, True, 1, 1) == 12
+    assert most_bytes(policy, False, 1, 1) == 11  # the last output of a segment is not on the host then
+
+
+def test_the_arena_is_as_large_as_what_is_there_at_once(plain):
+    policy = KeepPolicy((LayerKeep("host", None), *[LayerKeep(None, None)] * (LAYERS - 1)))
+    model, streaming = made(plain, policy, heads=1, stream_back=True)
+    streaming.reserve(torch.device("cpu"), 33 * 64 * 4)
+    inputs, outputs, _ = streaming._stores.sizes(33 * 64 * 4)
+    arena = streaming._stores._link.arena
+    assert arena.bytes == most_bytes(policy, True, inputs, 4 * outputs) == LAYERS * inputs + LAYERS * 4 * outputs
+    step(model, batch(33))
+    assert arena.peak <= arena.bytes == LAYERS * inputs + LAYERS * 4 * outputs
+
+
+def test_a_group_leaves_the_device_before_the_next_but_one(plain, monkeypatch):
+    """With `stream_back` no row of attention outputs is on the device in the forward, but a group or two."""
+    policy = KeepPolicy((LayerKeep("host", "host"),) * LAYERS)
+    model, _ = made(plain, policy, heads=1, stream_back=True)
+    there, own = [], LayerRun._attend
+
+    def attend(self, x, cuts, kept, place):
+        parts = own(self, x, cuts, kept, place)
+        there.append((len(parts), sum(saved.tensor is not None for saved in kept._outputs)))
+        return parts
+
+    monkeypatch.setattr(LayerRun, "_attend", attend)
+    step(model, batch(20))
+    assert there == [(0, 0)] * LAYERS
 
 
 def test_a_second_backward_is_refused(plain):

@@ -31,6 +31,7 @@ from megaspan.attention.attend import backward_with, forward_with, settle
 from megaspan.layers.balance import Balance
 from megaspan.layers.dropout import DropoutHandle
 from megaspan.layers.family import Family, after, attention_trains, before
+from megaspan.layers.groups import ALL_HEADS, HeadGroup, head_groups
 from megaspan.layers.halves import Halves
 from megaspan.layers.reuse import Reuse
 from megaspan.layers.routing import Router, Routing
@@ -71,34 +72,6 @@ class Counts:
     backwards: int = 0
     passed_on: int = 0
     reused: int = 0
-
-
-@dataclass(frozen=True)
-class HeadGroup:
-    """Some KV heads and the query heads that share them."""
-
-    kv: slice
-    heads: slice
-
-    def of(self, call: AttentionCall) -> AttentionCall:
-        """The part of an attention call that is this group's."""
-        if self == ALL_HEADS:
-            return call
-        q, k, v = call.q_BHTD[:, self.heads], call.k_BGSD[:, self.kv], call.v_BGSD[:, self.kv]
-        sink = None if call.sink_H is None else call.sink_H[self.heads]
-        return replace(call, q_BHTD=q, k_BGSD=k, v_BGSD=v, sink_H=sink)
-
-
-ALL_HEADS = HeadGroup(slice(None), slice(None))
-
-
-def head_groups(call: AttentionCall, kv_heads: int | None) -> tuple[HeadGroup, ...]:
-    """Groups of `kv_heads` KV heads; the last one may be smaller. One group of all where None."""
-    count, share = call.k_BGSD.shape[1], call.q_BHTD.shape[1] // call.k_BGSD.shape[1]
-    if kv_heads is None or kv_heads >= count:
-        return (ALL_HEADS,)
-    starts = range(0, count, kv_heads)
-    return tuple(HeadGroup(slice(s, s + kv_heads), slice(s * share, (s + kv_heads) * share)) for s in starts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,11 +162,11 @@ class LayerRun:
         """The layer's output; keeps attention's at `place`, unless it is kept already: then attention is not run."""
         cuts = self._tiles(x_BTE)
         with torch.autocast(**self.autocast):
-            if kept.has_outputs:
-                outs = kept.output_tiles(cuts)
-            else:
+            parts: list[Tensor] = []
+            if not kept.has_outputs:
                 parts = self._attend(lambda cuts: (x_BTE[:, cut] for cut in cuts), cuts, kept, place)
-                outs = (_heads([part[:, tokens] for part in parts]) for tokens in cuts)
+            whole = (_heads([part[:, tokens] for part in parts]) for tokens in cuts)
+            outs: Iterator[Tensor] = whole if parts else kept.output_tiles(cuts)
             y_BTE: Tensor | None = None
             for tokens, out in zip(cuts, outs, strict=True):
                 with self._at(tokens), self._choosing(tokens):
@@ -325,20 +298,26 @@ class LayerRun:
             call = None
 
     def _attend(self, x: Tiles, cuts: list[slice], kept: Kept, place: Place | None) -> list[Tensor]:
-        """Attention of the row, a head group at a time, kept at `place`: [1, T, heads, D] of each group."""
+        """Attention of the row, a head group at a time, kept at `place`: [1, T, heads, D] of each group.
+
+        Nothing where it is read back tile by tile: a group has left the device when the next but one begins.
+        """
         outs: list[Tensor] = []
-        for group in self.groups:
+        stays = place in (None, "device") or not self.plan.stream_back
+        for number, group in enumerate(self.groups):
             call = self._projected(x, cuts, group)
-            if not outs:
+            if number == 0 or not stays:
                 kept.stores.land()  # what the layer before keeps is on the host by now
             q, k, v = _row(call)
             kernel, scoring = settle(q, k, v, call.scoring, kernels=call.kernels)
             out, lse = forward_with(kernel, q, k, v, call.sink_H, scoring)
             if place is not None:
                 kept.keep_output(out[None], lse[None], place)
-            outs.append(out[None])
+            outs += [out[None]] if stays else []
             del call, q, k, v, out, lse
         self.counts.forwards += 1
+        if not stays:
+            kept.stores.land()
         return outs
 
     def _attend_backward(

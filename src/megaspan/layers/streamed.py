@@ -178,8 +178,7 @@ class Streaming:
             UserError: the host has not that much, or it cannot be pinned.
         """
         if self._streamed():
-            sizes, host, disk = self._sizes(layer_input_bytes), self._waiting("host", rows), self._waiting("disk", rows)
-            self._stores_on(device).reserve(sizes, host, disk)
+            self._stores_on(device).reserve(layer_input_bytes, self._policy, self.plan.stream_back, rows)
         if len(self._streamed()) < len(self._layers):
             self.general.reserve(device, layer_input_bytes, rows)
         if self._disk is not None:
@@ -308,7 +307,7 @@ class Streaming:
         """The tape of the forward that runs; the first streamed layer begins a new one."""
         tape = None if self._tape is None or index == self._streamed()[0] else self._tape()
         if tape is None:
-            tape = Tape(self._policy, self._stores_on(device), self.plan.stream_back, self._groups())
+            tape = Tape(self._policy, self._stores_on(device), self.plan.stream_back)
             self._tape = weakref.ref(tape)  # the graph holds it: with the graph goes what it keeps
         return tape
 

@@ -21,7 +21,9 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from megaspan.memory.arena import pages
 from megaspan.memory.disk import DiskTier
+from megaspan.memory.link import Link
 from megaspan.memory.offload import STAGED_LAYERS, LayerInputs, OffloadStats
 from megaspan.memory.saved import SavedInput
 from megaspan.plan.keep import KeepPolicy, Place
@@ -29,7 +31,7 @@ from megaspan.plan.keep import KeepPolicy, Place
 
 @final
 class Stores:
-    """Where the layers of a model keep things: one store for each kind, so that all pieces of a store have one size.
+    """Where the layers of a model keep things: a store for each kind, inputs and outputs in the same host memory.
 
     Args:
         device: where the layers run.
@@ -47,39 +49,61 @@ class Stores:
         disk: DiskTier | None = None,
         groups: int = 1,
     ) -> None:
-        whole = 1 + sum(shares)
-        limits = [None if limit is None else int(limit * share / whole) for share in (1, *shares)]
+        self._shares, self._groups = shares, groups
+        self._link = Link(device, limit=limit)
         # Sources are let go of when the next layer's attention begins: a long row has no room for two layers' copies.
-        self.inputs, self.outputs, self.sums = (
-            LayerInputs(device, limit=limit, in_flight=None, disk=disk, staged=STAGED_LAYERS * pieces)
-            for limit, pieces in zip(limits, (1, groups, groups), strict=True)
+        self.inputs, self.outputs = (
+            LayerInputs(device, in_flight=None, disk=disk, staged=STAGED_LAYERS * pieces, link=self._link)
+            for pieces in (1, groups)
         )
+        # Thousand times smaller than the others: between them they would leave holes.
+        self.sums = LayerInputs(device, limit=limit, in_flight=None, disk=disk, staged=STAGED_LAYERS * groups)
 
     @property
     def all(self) -> tuple[LayerInputs, LayerInputs, LayerInputs]:
         """The three stores."""
         return self.inputs, self.outputs, self.sums
 
-    def start_row(self, inputs: int, outputs: int) -> None:
-        """A forward begins that has this many of each on the host at once: room for all is made at the first."""
-        self.inputs.start_row(inputs)
-        self.outputs.start_row(outputs)
-        self.sums.start_row(outputs)
+    def start_row(self, input_bytes: int, policy: KeepPolicy, by_tiles: bool) -> None:
+        """A forward begins: room is made for all that will be on the host at once, in one piece.
 
-    def reserve(self, sizes: tuple[int, int, int], host: tuple[int, int], disk: tuple[int, int]) -> None:
-        """Gets (and on a GPU pins) host memory before step 1.
+        Raises:
+            UserError: the host has not that much.
+        """
+        for store in self.all:
+            store.start_row(1)
+        sizes = self.sizes(input_bytes)
+        self._link.make_room(1, most_bytes(policy, by_tiles, sizes[0], self._groups * sizes[1]))
+        _, outputs = most_waiting(policy, "host", by_tiles)
+        self.sums.start_row(max(1, outputs * self._groups))
 
-        Args:
-            sizes: bytes of one input, output and log-sum-exp.
-            host: inputs and outputs that are on the host at once.
-            disk: and on disk, to which they go through host memory.
+    def sizes(self, input_bytes: int) -> tuple[int, int, int]:
+        """Bytes of a layer's input, and of a head group's output and log-sum-exp, in whole pages."""
+        output, sums = (-(-int(input_bytes * share) // self._groups) for share in self._shares)
+        return pages(input_bytes), pages(output), pages(sums)
+
+    def reserve(self, input_bytes: int, policy: KeepPolicy, by_tiles: bool, rows: int = 1) -> None:
+        """Gets (and on a GPU pins) host memory for `rows` rows at once, before step 1.
 
         Raises:
             UserError: the host has not that much, or it cannot be pinned.
         """
-        for store, size, on_host, on_disk in zip(self.all, sizes, (*host, host[1]), (*disk, disk[1]), strict=True):
+        inputs, outputs, sums = self.sizes(input_bytes)
+        on_disk = most_waiting(policy, "disk", by_tiles)
+        total = rows * most_bytes(policy, by_tiles, inputs, self._groups * outputs)
+        if on_disk[0]:
+            total += STAGED_LAYERS * inputs
+        if on_disk[1]:
+            total += STAGED_LAYERS * self._groups * outputs
+        self._link.make_room(1, total)
+        host = most_waiting(policy, "host", by_tiles)[1]
+        for store, size, on_host, waiting in (
+            (self.inputs, inputs, 0, on_disk[0]),
+            (self.outputs, outputs, 0, on_disk[1]),
+            (self.sums, sums, rows * host * self._groups, on_disk[1]),
+        ):
             if size:
-                store.reserve(on_host, size, on_disk)
+                store.reserve(on_host, size, waiting)
 
     def land(self) -> None:
         """Lets go of every source whose copy to the host has been queued; the device waits for the copies, not the host."""
@@ -95,11 +119,19 @@ class Stores:
         """And frees the host memory."""
         for store in self.all:
             store.close()
+        self._link.close()
+
+    @property
+    def used(self) -> int:
+        """Bytes of host memory that something is in, staging for the disk included."""
+        return self._link.arena.used + self.sums.arena.used
 
     def stats(self) -> dict[str, Any]:
         """The fields of `OffloadStats`, summed."""
-        found = [vars(store.stats()) for store in self.all]
-        return {name: sum(each[name] for each in found) for name in vars(OffloadStats())}
+        arena = self._link.arena
+        shared = OffloadStats(host_bytes=arena.bytes, host_bytes_peak=arena.peak, seconds_pinning=arena.seconds_pinning)
+        found = [vars(shared), *(vars(store.stats()) for store in self.all)]
+        return {name: sum(each[name] for each in found) for name in vars(shared)}
 
 
 @final
@@ -197,16 +229,14 @@ class Tape:
         policy: what each layer keeps.
         stores: where.
         by_tiles: see `Kept`.
-        groups: head groups of a layer.
     """
 
-    def __init__(self, policy: KeepPolicy, stores: Stores, by_tiles: bool, groups: int = 1) -> None:
-        inputs, outputs = most_waiting(policy, "host", by_tiles)
-        stores.start_row(inputs, outputs * groups)
+    def __init__(self, policy: KeepPolicy, stores: Stores, by_tiles: bool) -> None:
         self.policy, self.stores, self._by_tiles = policy, stores, by_tiles
         self._kept = [Kept(stores, by_tiles) for _ in policy.layers]
         self._forwards: list[Callable[[Tensor, Kept, Place | None], Tensor] | None] = [None] * len(policy.layers)
         self._last: tuple[int, weakref.ref[Tensor], int] | None = None
+        self._begun = False
 
     def enter(self, index: int, x_BTE: Tensor, forward: Callable[[Tensor, Kept, Place | None], Tensor]) -> Kept:
         """A layer begins: keeps its input if the policy says so, or if it is not the output of the layer before.
@@ -216,6 +246,9 @@ class Tape:
             x_BTE: its input.
             forward: runs the layer outside any graph, keeping attention's output at a place, None for not at all.
         """
+        if not self._begun:
+            self.stores.start_row(x_BTE.nbytes, self.policy, self._by_tiles)
+            self._begun = True
         place, kept = self.policy.layers[index].input, self._kept[index]
         self._forwards[index] = forward
         if place is None and not self._follows(index, x_BTE):
@@ -254,6 +287,9 @@ class Tape:
                 assert forward is not None
                 x_BTE = forward(x_BTE, self._kept[number], place)
                 self._kept[number + 1].keep_input(x_BTE, place)
+            del x_BTE
+            if self._by_tiles:
+                self.stores.land()
         for before in range(index - 1, max(index - 3, -1), -1):
             self._recall(before)
             if before == index - 1:
@@ -291,16 +327,27 @@ class Tape:
 
 
 def most_waiting(policy: KeepPolicy, place: Place, by_tiles: bool) -> tuple[int, int]:
-    """Most inputs and most attention outputs of a row that wait at one place at once.
+    """Most inputs and most attention outputs of a row that wait at one place, each at its own time.
 
     Args:
         policy: what each layer keeps.
         place: the host or the disk.
         by_tiles: an output that was not kept goes to the host while its layer's backward uses it.
     """
+    inputs, outputs = zip(*_waiting(policy, place, by_tiles), strict=True)
+    return max(inputs), max(outputs)
+
+
+def most_bytes(policy: KeepPolicy, by_tiles: bool, input_bytes: int, output_bytes: int) -> int:
+    """Most bytes of a row that wait on the host at once."""
+    return max(inputs * input_bytes + outputs * output_bytes for inputs, outputs in _waiting(policy, "host", by_tiles))
+
+
+def _waiting(policy: KeepPolicy, place: Place, by_tiles: bool) -> Iterator[tuple[int, int]]:
+    """Inputs and outputs that wait at a place: after the forward, and when each segment has run again."""
     inputs = {index for index, layer in enumerate(policy.layers) if layer.input == place}
     outputs = {index for index, layer in enumerate(policy.layers) if layer.output == place}
-    most = len(inputs), len(outputs)
+    yield len(inputs), len(outputs)
     for segment in reversed(policy.segments):
         *below, last = segment
         if policy.again == place:
@@ -308,10 +355,9 @@ def most_waiting(policy: KeepPolicy, place: Place, by_tiles: bool) -> tuple[int,
             outputs |= {index for index in below if policy.layers[index].output is None}
         if by_tiles and place == "host" and policy.layers[last].output is None:
             outputs.add(last)
-        most = max(most[0], len(inputs)), max(most[1], len(outputs))
+        yield len(inputs), len(outputs)
         inputs -= set(segment)
         outputs -= set(segment)
-    return most
 
 
 def passing(policy: KeepPolicy, place: Place) -> tuple[int, int]:

@@ -164,7 +164,7 @@ class HostArena:
 
     def missing(self, count: int, size: int) -> int:
         """Slots of `size` bytes that `take` could not cut now, out of `count`."""
-        return _missing(self._blocks, count, _rounded(size))
+        return _missing(self._blocks, count, pages(size))
 
     def reserve(self, count: int, size: int) -> None:
         """Makes room for `count` slots of `size` bytes beside those that are out, in at most one allocation.
@@ -176,7 +176,7 @@ class HostArena:
         Raises:
             UserError: the limit or the machine does not allow it.
         """
-        size = _rounded(size)
+        size = pages(size)
         if not self.missing(count, size):
             return
         useful = [block for block in self._blocks if not block.idle or block.fits(size)]
@@ -206,7 +206,7 @@ class HostArena:
             UserError: the arena would have to grow and cannot.
         """
         self.reserve(1, size)
-        slot = next(slot for block in self._blocks if (slot := block.take(_rounded(size))))
+        slot = next(slot for block in self._blocks if (slot := block.take(pages(size))))
         self.used += slot.size
         self.peak = max(self.peak, self.used)
         return slot
@@ -220,7 +220,7 @@ class HostArena:
             UserError: the arena would have to grow and cannot.
         """
         if sizes:
-            self.reserve(1, sum(map(_rounded, sizes)))
+            self.reserve(1, sum(map(pages, sizes)))
         return [self.take(size) for size in sizes]
 
     def give(self, slot: Slot) -> None:
@@ -240,7 +240,8 @@ class HostArena:
         self._blocks, self.used = [], 0
 
 
-def _rounded(size: int) -> int:
+def pages(size: int) -> int:
+    """Bytes of the whole pages that a slot of `size` bytes (> 0) takes."""
     if size <= 0:
         raise ValueError(f"a slot needs at least one byte, got {size}")
     return -(-size // PAGE) * PAGE

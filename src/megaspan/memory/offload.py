@@ -36,8 +36,9 @@ from typing import Any
 
 import torch
 
-from megaspan.memory.arena import HostArena, Slot
+from megaspan.memory.arena import Slot
 from megaspan.memory.disk import DiskTier
+from megaspan.memory.link import Link
 from megaspan.memory.parking import Parking
 from megaspan.memory.saved import Orphan, SavedInput
 from megaspan.plan.keep import Place
@@ -101,6 +102,8 @@ class LayerInputs:
         disk: where inputs of the place "disk" wait.
         staged: inputs that are in host memory at once on their way to the disk and back.
         backend: the module with streams and events; torch.cuda or torch.cpu, for tests another.
+        link: streams and host memory that are shared with other stores, which whoever made it closes; in place of `limit` and
+            `backend`.
     """
 
     def __init__(
@@ -112,19 +115,17 @@ class LayerInputs:
         disk: DiskTier | None = None,
         staged: int = STAGED_LAYERS,
         backend: Any = None,
+        link: Link | None = None,
     ) -> None:
-        on_gpu = device.type == "cuda"
-        self.arena = HostArena(pinned=on_gpu, limit=limit)
-        self._device = torch.device("cuda", torch.cuda.current_device()) if on_gpu and device.index is None else device
+        self._shares = link is not None
+        self._link = link or Link(device, limit=limit, backend=backend)
+        self.arena = self._link.arena
+        self._device, self._backend = self._link.device, self._link.backend
         self._in_flight_limit = in_flight
-        self._backend = backend or torch.get_device_module(device)
-        options = {"device": self._device} if on_gpu else {}
-        self._to_host, self._to_device = self._backend.Stream(**options), self._backend.Stream(**options)
         self._in_flight: deque[_InFlight] = deque()
         self._orphans: deque[Orphan] = deque()
         self._saved: weakref.WeakSet[SavedInput] = weakref.WeakSet()
         self._last: weakref.ref[SavedInput] | None = None
-        self._last_fetch: Any = None
         self._parking = None if disk is None else Parking(disk, staged, self._take_idle, self.arena.give)
         self._expected = 1
         self._bytes_to_host = self._bytes_to_device = self._late = 0
@@ -143,10 +144,7 @@ class LayerInputs:
         """
         if on_disk and size:
             count += self._disk.missing(size)
-        if self.arena.missing(count, size):
-            # Growing may give up idle blocks, and a copy that is queued may still read or write them.
-            self._backend.synchronize(self._device)
-            self.arena.reserve(count, size)
+        self._link.make_room(count, size)
         if on_disk and size:
             self._disk.reserve(size)
 
@@ -205,7 +203,7 @@ class LayerInputs:
         self._late += saved.tensor is None
         self._fetch(saved)
         if saved.fetched is not None:
-            self._stream().wait_event(saved.fetched)
+            self._link.stream.wait_event(saved.fetched)
         saved.check_unchanged()
         assert saved.tensor is not None
         return saved.tensor
@@ -226,7 +224,7 @@ class LayerInputs:
         if saved.tensor is not None:
             return self.peek(saved)
         tensor, arrived = self._read(saved, slice(None))
-        self._stream().wait_event(arrived)
+        self._link.stream.wait_event(arrived)
         return tensor
 
     def tiles(self, saved: SavedInput, cuts: Sequence[slice]) -> Iterator[torch.Tensor]:
@@ -247,13 +245,13 @@ class LayerInputs:
             tensor, arrived = ahead
             if following is not None:
                 ahead = self._read(saved, following)
-            self._stream().wait_event(arrived)
+            self._link.stream.wait_event(arrived)
             yield tensor
 
     def release(self, saved: SavedInput) -> None:
         """Lets go of a tensor that is not needed any more; nothing happens where that was done."""
         if saved.fetched is not None and not saved.spent:
-            self._stream().wait_event(saved.fetched)
+            self._link.stream.wait_event(saved.fetched)
         self._spend(saved)
 
     def discard(self) -> None:
@@ -265,21 +263,22 @@ class LayerInputs:
         self.land()
 
     def close(self) -> None:
-        """Discards, waits for the device and frees the host memory."""
+        """Discards, waits for the device and frees the host memory, unless others share it."""
         self.discard()
         self._backend.synchronize(self._device)
         if self._parking is not None:
             self._parking.close()
-        self.arena.close()
+        if not self._shares:
+            self._link.close()
 
     def stats(self) -> OffloadStats:
-        """Bytes held and moved so far."""
+        """Bytes held and moved so far; shared host memory is whoever's who made the link."""
         return OffloadStats(
-            host_bytes=self.arena.bytes,
-            host_bytes_peak=self.arena.peak,
+            host_bytes=0 if self._shares else self.arena.bytes,
+            host_bytes_peak=0 if self._shares else self.arena.peak,
             bytes_to_host=self._bytes_to_host,
             bytes_to_device=self._bytes_to_device,
-            seconds_pinning=self.arena.seconds_pinning,
+            seconds_pinning=0.0 if self._shares else self.arena.seconds_pinning,
             late=self._late,
             seconds_waiting=0.0 if self._parking is None else self._parking.seconds_waiting,
         )
@@ -301,10 +300,6 @@ class LayerInputs:
         self._backend.synchronize(self._device)
         return self.arena.take(size)
 
-    def _stream(self) -> Any:
-        """The stream that computes."""
-        return self._backend.current_stream(self._device)
-
     def _send(self, saved: SavedInput, on_disk: bool) -> None:
         """Queues the copy to the host, and from there to the disk."""
         source = saved.tensor
@@ -316,14 +311,14 @@ class LayerInputs:
             self.reserve(self._expected, source.nbytes)
             self._expected = 1
             slot = saved.slot = self.arena.take(source.nbytes)
-            busy = self._last_fetch  # the slot's former owner may still be on its way to the device
-        stream = self._stream()
-        self._to_host.wait_event(stream.record_event())
+            busy = self._link.last_out  # the slot's former owner may still be on its way to the device
+        stream = self._link.stream
+        self._link.to_host.wait_event(stream.record_event())
         if busy is not None:
-            self._to_host.wait_event(busy)
-        with self._backend.stream(self._to_host):
+            self._link.to_host.wait_event(busy)
+        with self._backend.stream(self._link.to_host):
             _copy(slot.view(saved.shape, saved.dtype), source)
-            saved.copied = _mark(self._to_host)
+            saved.copied = _mark(self._link.to_host)
         self._in_flight.append(_InFlight(source, stream, saved.copied, weakref.ref(saved)))
         self._bytes_to_host += source.nbytes
         if saved.away is not None:
@@ -336,14 +331,14 @@ class LayerInputs:
             return
         source = self._on_host(saved)
         saved.tensor = self._to_device_from(saved, source)
-        saved.fetched = self._last_fetch
+        saved.fetched = self._link.last_out
         saved.version = None  # nobody else has the buffer
         self._give_back(saved)
 
     def _read(self, saved: SavedInput, tokens: slice) -> tuple[torch.Tensor, Any]:
         """Queues a copy of some tokens from the host, which keeps them; the tensor and the event of its arrival."""
         tensor = self._to_device_from(saved, self._on_host(saved)[:, tokens])
-        return tensor, self._last_fetch
+        return tensor, self._link.last_out
 
     def _on_host(self, saved: SavedInput) -> torch.Tensor:
         """Its bytes in host memory, after a wait if they are on disk."""
@@ -354,16 +349,16 @@ class LayerInputs:
         return slot.view(saved.shape, saved.dtype)
 
     def _to_device_from(self, saved: SavedInput, source: torch.Tensor) -> torch.Tensor:
-        """Queues a copy of `source`, a part of what `saved` has on the host; `_last_fetch` is the event of its arrival."""
+        """Queues a copy of `source`, a part of what `saved` has on the host; `last_out` is the event of its arrival."""
         tensor = torch.empty(source.shape, dtype=saved.dtype, device=self._device)
         # Whatever used the buffer's bytes before was queued on this stream.
-        self._to_device.wait_event(self._stream().record_event())
-        self._to_device.wait_event(saved.copied)  # matters where another stream computes now
-        with self._backend.stream(self._to_device):
+        self._link.to_device.wait_event(self._link.stream.record_event())
+        self._link.to_device.wait_event(saved.copied)  # matters where another stream computes now
+        with self._backend.stream(self._link.to_device):
             _copy(tensor, source)
-            self._last_fetch = _mark(self._to_device)
+            self._link.last_out = _mark(self._link.to_device)
         if saved.away is not None:
-            saved.away.copying(self._last_fetch)
+            saved.away.copying(self._link.last_out)
         self._bytes_to_device += tensor.nbytes
         return tensor
 
@@ -398,4 +393,4 @@ class LayerInputs:
                 self.arena.give(slot)
             if fetched is not None:
                 # The buffer goes back to the allocator with this tuple; nothing may be written to it after that.
-                self._stream().wait_event(fetched)
+                self._link.stream.wait_event(fetched)
