@@ -62,23 +62,26 @@ def fill_random(model: nn.Module, plain: PreTrainedModel, seed: int, device: tor
     Raises:
         UserError: the class leaves a weight to its constructor, so that it is not known here.
     """
-    places, buffers = _places(model), _buffers(model)
-    done: set[int] = set()
+    places, buffers, tied = _places(model), _buffers(model), _tied(plain)
+    done: set[str] = set()
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         torch.manual_seed(seed)
-        for module, owner, names in _as_constructed(plain):
+        for module, owner, prefix in _as_constructed(plain):
             with _real(module, device) as whole:
                 if owner is None:
                     module.reset_parameters()
                     continue
                 owner._init_weights(module)
                 for name, tensor in whole.items():
-                    _check_filled(tensor, f"{names}{name}", type(plain).__name__)
-                    for target in places.get(f"{names}{name}", []):
-                        if id(target) not in done:
-                            done.add(id(target))
-                            _put(target, tensor)
-                    _set_buffers(buffers.get(f"{names}{name}", []), tensor)
+                    name = f"{prefix}{name}"
+                    _check_filled(tensor, name, type(plain).__name__)
+                    _set_buffers(buffers.get(name, []), tensor)
+                    if name in done:
+                        continue  # tied to a weight that was drawn before
+                    for other in tied.get(name, []):
+                        done.add(other)
+                        for parameter in places.get(other, []):
+                            _put(parameter, tensor)
 
 
 @torch.no_grad()
@@ -95,7 +98,7 @@ def fill_pretrained(model: nn.Module, plain: PreTrainedModel, source: Source, de
         UserError: a weight is missing or of another shape.
     """
     fill_buffers(model, plain, device)
-    places, buffers = _places(model), _buffers(model)
+    places, buffers, tied = _places(model), _buffers(model), _tied(plain)
     files = _where(_files(source, plain.config))
     loads, unused = _loads(plain, files)
     wanted = plain.state_dict(keep_vars=True)
@@ -104,14 +107,14 @@ def fill_pretrained(model: nn.Module, plain: PreTrainedModel, source: Source, de
         for name, read in load.results(target, plain, files):
             if name not in wanted:
                 continue
-            got.add(name)
             _check_shape(name, read.shape, wanted[name].shape, source)
-            for parameter in places.get(name, []):
-                read.into(parameter)
+            for other in tied.get(name, [name]):
+                got.add(other)
+                for parameter in places.get(other, []):
+                    read.into(parameter)
             if name in buffers:
                 _set_buffers(buffers[name], read.whole())
-    tied = {id(wanted[name]) for name in got}
-    missing = sorted(name for name, tensor in wanted.items() if name not in got and id(tensor) not in tied)
+    missing = sorted(wanted.keys() - got)
     if missing:
         raise UserError(
             f"{source.name} lacks {len(missing)} weights that the model needs, so they would be random",
@@ -341,6 +344,14 @@ def _places(model: nn.Module) -> dict[str, list[nn.Parameter]]:
     for name, parameter in unwrap(model).named_parameters(remove_duplicate=False):
         found.setdefault(_WRAPPED.sub("", name), []).append(parameter)
     return found
+
+
+def _tied(plain: PreTrainedModel) -> dict[str, list[str]]:
+    """For each name of a weight all names of it, itself among them."""
+    groups: dict[int, list[str]] = {}
+    for name, parameter in plain.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), []).append(name)
+    return {name: names for names in groups.values() for name in names}
 
 
 def _buffers(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:

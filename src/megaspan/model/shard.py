@@ -140,11 +140,11 @@ def reset(model: nn.Module) -> None:
     for table in cut.tables:
         table.reset()
     root: Any = cut.units[-1]
-    if hasattr(root, "reset_iter_state"):  # torch 2.13
+    known = hasattr(root, "reset_iter_state")  # torch 2.13
+    if known:
         root.reset_iter_state()
-        return
     for unit in cut.units:
-        _reset_unit(unit)
+        _reset_unit(unit, known)
 
 
 def sharding_mesh(device_mesh: Any) -> Any:
@@ -217,21 +217,24 @@ def _sum_in_fp32(cut: Shards) -> None:
         unit.reshard()
 
 
-def _reset_unit(unit: Any) -> None:
-    """What torch 2.13's `reset_iter_state` does for one unit, on 2.11, where it has no public name."""
-    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-
+def _reset_unit(unit: Any, known: bool) -> None:
+    """Drops the gradients of gathered weights that were not reduced yet, which torch's own reset forgets; on torch 2.11, which
+    has none (`known`), what that does for one unit as well."""
     state = unit._get_fsdp_state()
     group = state._fsdp_param_group
+    for parameter in group.fsdp_params if group is not None else ():
+        if hasattr(parameter, "_unsharded_param"):
+            parameter._unsharded_param.grad = None
+        parameter.unsharded_accumulated_grad = None
+    if known:
+        return
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
     if group is not None:
         group.wait_for_unshard()  # of a gathering that was started ahead
         group._training_state = TrainingState.IDLE
         group._post_forward_indices.clear()
         group._partial_reduce_output = None
-        for parameter in group.fsdp_params:
-            if hasattr(parameter, "_unsharded_param"):
-                parameter._unsharded_param.grad = None
-            parameter.unsharded_accumulated_grad = None
         unit.reshard()
     state._training_state = TrainingState.IDLE
     state._state_ctx.iter_forward_root = None

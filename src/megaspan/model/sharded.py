@@ -98,11 +98,13 @@ def _fill(model: nn.Module, plain: Any, source: Source, device: torch.device) ->
 def _with_adapter(model: Any, config: SFTConfig, peft_config: Any) -> Any:
     _make_hollow(model)
     wrapped = wrap_lora(model, config, peft_config)
+    empty: dict[nn.Parameter, nn.Parameter] = {}
     for module in wrapped.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and _is_hollow(parameter):
-                module._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
-    wrapped.get_base_model().tie_weights()
+                if parameter not in empty:  # tied weights stay one
+                    empty[parameter] = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+                module._parameters[name] = empty[parameter]
     return wrapped
 
 
