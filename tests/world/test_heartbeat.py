@@ -11,6 +11,7 @@ import time
 import pytest
 
 from megaspan.world import heartbeat
+from megaspan.world.agreement import node
 from megaspan.world.deaths import find_death
 from megaspan.world.failure import report_failure
 from tests.world import meeting
@@ -106,9 +107,7 @@ def test_a_rank_that_dies_without_a_word_is_named(meet, capsys):
     child.start()
     child.join()
     until(lambda: hearts[0]._seen.get(2, ([0, 0],))[0][1] == 1)
-    hearts[2]._closed.set()
-    from megaspan.world.agreement import node
-
+    part([hearts[2]])
     hearts[2]._board.write("who/2", {"pid": child.pid, "node": node()})
     until(lambda: ended[0] is not None and ended[1] is not None)
     assert ended == [1, 1, None]
@@ -125,6 +124,24 @@ def walk(heart, rank: int, places: list[int], came: dict[int, int], speed: float
             places[rank] = place
             assert stop == signal.SIGTERM
             return
+
+
+def test_a_rank_that_stopped_by_agreement_leaves_the_slower_ones_to_get_there(meet):
+    hearts, ended, started = meet(2)
+    assert hearts[0].boundary(signal.SIGTERM) is None
+    until(hearts[0]._agreed.is_set)
+    assert hearts[0].boundary(None) == signal.SIGTERM
+    report_failure(143, ["interrupted by SIGTERM"], environ=environ(started[0]))  # it has saved, and ends
+    time.sleep(5 * FAST.period)
+    assert ended == [None, None]
+    assert [hearts[1].boundary(None) for _ in range(2)] == [None, signal.SIGTERM]
+
+
+def test_a_rank_that_a_signal_ends_before_any_boundary_ends_the_others(meet, capsys):
+    _, ended, started = meet(2)
+    report_failure(143, ["interrupted by SIGTERM"], environ=environ(started[0]))
+    until(lambda: ended[1] == 143)
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("receivers", [[0], [2], [0, 1, 2]])

@@ -159,8 +159,8 @@ class Heartbeat:
             return  # this rank is on its way out, by its own account
         if "failure" in notes:
             self._finish(notes["failure"]["code"])
-        if not self.stopped and (codes := [code for code in left.values() if code > 128]):
-            self._finish(codes[0])  # a signal ended another rank before there was anything to save
+        if "halt" not in notes and (codes := [code for code in left.values() if code > 128]):
+            self._finish(codes[0])  # a signal ended another rank outside of all boundaries, so there is nothing to save
         if death := find_death(self._board, size):
             self._finish(1, death)
         if "halt" in notes:
