@@ -303,8 +303,10 @@ def test_rows_are_cut_as_torch_cuts_them():
 
 
 def test_weights_that_must_stay_in_fp32_are_refused():
-    with pytest.raises(UserError, match=r"Glm4MoeForCausalLM wants .*gate.weight in fp32"):
-        shard(tiny("glm4_moe"), None, masters=True, compute=torch.bfloat16)
+    model = tiny("qwen3")
+    model._keep_in_fp32_modules_strict = {"q_norm"}
+    with pytest.raises(UserError, match=r"Qwen3ForCausalLM wants model\.layers\.0\.self_attn\.q_norm\.weight in fp32"):
+        shard(model, None, masters=True, compute=torch.bfloat16)
 
 
 def test_a_weight_that_only_its_constructor_knows_is_refused():

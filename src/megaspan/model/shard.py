@@ -192,6 +192,8 @@ def _cut(parameter: nn.Parameter, cut: Shards) -> nn.Parameter:
     group = shard_group(cut.mesh)
     whole = parameter.detach()
     rows = whole[rows_of(whole.shape[0], group.size(), group.rank())].to(_kept_in(parameter, cut), copy=True)
+    if not rows.is_meta:
+        rows = rows.to(cut.mesh.device_type)
     return nn.Parameter(as_sharded(rows.contiguous(), whole, cut.mesh), requires_grad=parameter.requires_grad)
 
 
