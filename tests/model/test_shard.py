@@ -17,10 +17,12 @@ from megaspan.layers.shards import compute_dtype, local, rows_of
 from megaspan.model import levers, prepare, wrap_lora
 from megaspan.model.fill import fill_buffers, fill_pretrained, fill_random, skeleton
 from megaspan.model.load import load_model
-from megaspan.model.shard import materialise, reset, shard, shards
+from megaspan.model.shard import materialise, reset, shard, sharding_mesh, shards
 from megaspan.model.sharded import load_sharded
 from megaspan.model.source import Source
 from megaspan.optimizer import Optimizer
+from megaspan.plan.states import StatePlan
+from megaspan.world.axes import Mesh, device_axes
 from tests.gloo import run_ranks
 from tests.model.support import plan, settings
 from tests.models import assert_same_gradients, batch, gradients, save_model_folder, tiny, tiny_config
@@ -29,7 +31,10 @@ from tests.models import assert_same_gradients, batch, gradients, save_model_fol
 def mesh_of(world: int, replicate: int = 1) -> Any:
     if replicate == 1:
         return init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
-    return init_device_mesh("cpu", (replicate, world // replicate), mesh_dim_names=("dp_replicate", "shard"))
+    sizes = {"dp_replicate": replicate, "dp_shard": 1, "cp": world // replicate, "sp": 1}
+    axes = device_axes(Mesh(**sizes, rank=torch.distributed.get_rank(), local_rank=0, nodes=1), "cpu")
+    assert sharding_mesh(axes.root).get_group(1).size() == sharding_mesh(axes.fsdp).get_group(1).size() == world // replicate
+    return axes.fsdp
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -158,10 +163,39 @@ def bf16_is_summed_in_fp32(rank: int, world: int) -> None:
         ours += float((got - want[name]).square().sum())
         error += float((gradients(plain)[name] - want[name]).square().sum())
     assert 0 < ours <= 1.5**2 * error
-    gathered_as = []
-    model.model.layers[0].register_forward_pre_hook(lambda module, _: gathered_as.append(module.mlp.up_proj.weight.dtype))
+    found = []
+    for module, weight in ((model.model.layers[0], "mlp.up_proj.weight"), (model.model.embed_tokens, "weight")):
+        module.register_forward_pre_hook(lambda module, _, weight=weight: found.append(module.get_parameter(weight)))
     model(**window[rank]).loss.backward()
-    assert gathered_as == [torch.bfloat16]
+    assert [(weight.dtype, weight.grad_dtype) for weight in found] == [(torch.bfloat16, torch.float32)] * 2
+
+
+def states_may_lie_anywhere(rank: int, world: int, family: str, changes: dict[str, Any]) -> None:
+    """Updates in the backward, gradients and moments on the host: the same weights, also where a rank holds no row.
+
+    Bit for bit but for a tied table, whose four gradients of two rows are summed in another order on the host.
+    """
+    weights, steps = [], 1 if changes.get("tied") else 3
+    for states in (None, StatePlan("update", "device"), StatePlan("host", "host"), StatePlan("update", "host")):
+        model = tiny(family, **changes)
+        shard(model, mesh_of(world), masters=True, compute=torch.float32)
+        prepare(model, settings(), plan())
+        optimizer = Optimizer(model, settings(max_grad_norm=0.0, learning_rate=0.01), 3, states=states)
+        for step in range(steps):
+            for number in range(2):
+                if number == 1:
+                    optimizer.last_row()
+                model(**batch(12, seed=world * step + rank + 10 * number)).loss.backward()
+            optimizer.clip(0.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        state = optimizer.state_dict()
+        assert {int(each["step"]) for each in state["parameters"].values()} == {steps}
+        weights.append([local(parameter.detach()).clone() for parameter in model.parameters()])
+        optimizer.close()
+    for other in weights[1:]:
+        assert all(torch.allclose(one, two, rtol=0, atol=1e-6) for one, two in zip(weights[0], other, strict=True))
+        assert all(torch.equal(one, two) for one, two in zip(weights[0][1:], other[1:], strict=True))
 
 
 def pure_bf16(rank: int, world: int) -> None:
@@ -350,6 +384,8 @@ def test_two_ranks(tmp_path, monkeypatch):
             (_step, ("qwen3", {"adapter": True})),
             (_step, ("qwen3", {"adapter": True, "train_head": True})),
             (bf16_is_summed_in_fp32, ()),
+            (states_may_lie_anywhere, ("qwen3", {"tied": True})),
+            (states_may_lie_anywhere, ("gpt_oss", {"num_attention_heads": 1, "num_key_value_heads": 1})),  # one sink
             (pure_bf16, ()),
             (weights_without_gradients_are_not_reduced, ()),
             (a_step_that_was_broken_off_leaves_shards, ()),

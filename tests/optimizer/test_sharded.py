@@ -12,7 +12,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from megaspan.optimizer import Optimizer
-from megaspan.optimizer.trained import local
+from megaspan.optimizer.eight_bit import EightBitAdamW
+from megaspan.optimizer.trained import Entry, Trained, local
 from megaspan.plan.states import StatePlan
 from tests.optimizer.support import PLACES, settings, small_pieces  # noqa: F401
 
@@ -53,3 +54,21 @@ def test_a_sharded_model_trains_as_a_whole_one(states: StatePlan | None, mesh: D
     want_norms, want_weights = run(None, None)
     assert norms == want_norms
     assert all(torch.equal(one, other) for one, other in zip(weights, want_weights, strict=True))
+
+
+def test_moments_of_8_bits_are_cut_with_whole_scales_or_not_at_all(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of 256 weights shares a scale: where rows end within one, ranks could not share it, and 32 bits are kept."""
+    monkeypatch.setattr(EightBitAdamW, "__init__", lambda *_: None)
+    rule = EightBitAdamW(settings(), torch.device("cpu"))
+
+    def entries(rows: int, columns: int, sharded: bool) -> dict[str, Entry]:
+        layer = torch.nn.Linear(columns, rows, bias=False)
+        if sharded:
+            fully_shard(layer, mesh=mesh)
+        return rule.entries(Trained("w", layer.weight, 0.0, tied=False, embedding=False, step=torch.zeros(())))
+
+    assert entries(64, 512, True)["absmax1"] == Entry((128,), torch.float32, 256)
+    assert entries(64, 512, True)["state1"].dtype == torch.uint8
+    assert entries(64, 500, False)["state1"].dtype == torch.uint8
+    assert entries(64, 500, True).keys() == {"state1", "state2"}
+    assert entries(64, 500, True)["state1"].dtype == torch.float32
