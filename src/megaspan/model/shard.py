@@ -141,6 +141,8 @@ def reset(model: nn.Module) -> None:
         table.reset()
     root: Any = cut.units[-1]
     known = hasattr(root, "reset_iter_state")  # torch 2.13
+    if cut.mesh.device_type == "cuda":
+        torch.cuda.synchronize()  # reductions that are under way
     if known:
         root.reset_iter_state()
     for unit in cut.units:
@@ -236,13 +238,13 @@ def _reset_unit(unit: Any, known: bool) -> None:
         group.wait_for_unshard()  # of a gathering that was started ahead
         group._training_state = TrainingState.IDLE
         group._post_forward_indices.clear()
-        group._partial_reduce_output = None
+        group._partial_reduce_output = group._post_reduce_event = group._all_reduce_state = None
         unit.reshard()
     state._training_state = TrainingState.IDLE
     state._state_ctx.iter_forward_root = None
     state._state_ctx.post_backward_final_callback_queued = False
     state._comm_ctx.post_forward_order.clear()
-    state._comm_ctx.all_gather_state = None
+    state._comm_ctx.all_gather_state = state._comm_ctx.reduce_scatter_state = None
 
 
 def _check_types(model: Any, compute: torch.dtype) -> None:
