@@ -1,0 +1,369 @@
+"""Attention of a row that lies on many ranks, one head group at a time: what the streamed layer calls.
+
+A rank holds its shard's tokens (with sp a part of them). For a head group it brings the keys that its queries see, 0.5 GB of
+Qwen3-8B at 1,048,576 tokens, runs at most three kernel calls, each of which sees all keys of its queries, and drops them again:
+nothing is merged, and what a rank holds falls with the number of ranks. Calls on local keys come first and hide the exchange;
+the exchange of the next group is begun before this one is attended:
+
+    row = ContextPlan.of(layout, mask, ranks, device)                       # once for a row and a kind of layer
+    started = row.start(q, k, v)                                            # group 0
+    for each group:
+        coming = row.start(q, k, v) of the next group
+        out, lse = row.attend(started, scoring, sink_H, kernels)
+        started = coming
+
+    started = row.start(q, k, v, out, d_out)                                # backward: keys are brought again, not kept
+        going = row.attend_backward(started, lse, scoring, sink_H, kernels)
+        dq, dk, dv = going.land()                                           # after the next group's attend_backward
+
+All ranks must call these in one order. Padding slots are in no call: their output, log-sum-exp and gradients are 0. Sources:
+all-gathered keys as in Llama 3 (arXiv 2407.21783), heads by all-to-all as in DeepSpeed Ulysses (arXiv 2309.14509).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megaspan.attention.attend import backward_with, forward_with, settle
+from megaspan.attention.choose import KERNELS
+from megaspan.attention.gather import Gather
+from megaspan.attention.heads import to_heads, to_tokens
+from megaspan.attention.kernel import Kernel, Scoring
+from megaspan.attention.layout import TokenLayout
+from megaspan.attention.mask import Mask
+from megaspan.attention.onway import OnTheWay
+from megaspan.attention.segments import Segments
+from megaspan.attention.slices import Call, plan_slices
+from megaspan.attention.ulysses import HeadSplit
+
+
+@dataclass(frozen=True, eq=False)
+class RowRanks:
+    """The ranks that work on one row.
+
+    Attributes:
+        cp: those that split its tokens with this rank, in the order of the layout; None for one.
+        sp: those that split a shard's heads with this rank; None for one.
+    """
+
+    cp: dist.ProcessGroup | None = None
+    sp: dist.ProcessGroup | None = None
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """cp_size and sp_size."""
+        return (self.cp.size() if self.cp else 1), (self.sp.size() if self.sp else 1)
+
+
+@final
+class Started:
+    """A head group on its way; good for one `attend` or `attend_backward`."""
+
+    def __init__(self, q: OnTheWay, kv: tuple[Tensor, Tensor] | OnTheWay, pool: OnTheWay | None, split: HeadSplit) -> None:
+        self.split = split
+        self.kept: tuple[Tensor, Tensor] | OnTheWay | None = None  # output and its gradient
+        self._q, self._kv, self._pool = q, kv, pool
+
+    def queries(self) -> Tensor:
+        """The group's queries [slots, H, D]."""
+        return self._q.land()
+
+    def own(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of this rank's own shard, [slots, G, D] each."""
+        self._kv = _apart(self._kv)
+        return self._kv
+
+    def pool(self) -> Tensor:
+        """What was brought, once: the memory is the caller's."""
+        assert self._pool is not None
+        pool, self._pool = self._pool.land(), None
+        return pool
+
+    def end(self) -> None:
+        """Waits for what no call has read: its memory is free when this is dropped."""
+        if self._pool is not None:
+            self._pool.land()
+
+
+@dataclass(frozen=True, eq=False)
+class Going:
+    """Gradients of a head group on their way to the ranks that hold the tokens.
+
+    Attributes:
+        d_sink_H: of this rank's queries and heads, zeros for other heads of the group; a sum over all ranks of the row is the
+            gradient. In fp32 (fp64). None without sinks.
+    """
+
+    d_sink_H: Tensor | None
+    _dq: OnTheWay
+    _d_kv: Tensor | OnTheWay | tuple[Tensor, Tensor]
+    _home: OnTheWay | None
+    _row: ContextPlan
+    _split: HeadSplit
+    _dtype: torch.dtype
+
+    def land(self) -> tuple[Tensor, Tensor, Tensor]:
+        """dq [t, H, D], dk and dv [t, G, D] of this rank's tokens, in q's dtype. All ranks call it."""
+        d_kv = self._d_kv
+        if self._home is not None:
+            assert isinstance(d_kv, Tensor)
+            home = self._home.land()
+            # A slot belongs to a cut document or to a whole one: one of the two is zero here, so nothing is rounded twice.
+            d_kv[: len(home)] += home.to(d_kv.dtype)
+            if self._row.ranks.sp is not None:
+                d_kv = to_tokens(d_kv, self._row.ranks.sp, self._split.replicas)
+        if isinstance(d_kv, OnTheWay):
+            d_kv = d_kv.land()
+        dk, dv = d_kv.to(self._dtype).unbind(1) if isinstance(d_kv, Tensor) else d_kv
+        return self._dq.land(), dk, dv
+
+
+@dataclass(frozen=True, eq=False)
+class ContextPlan:
+    """All that the attention of one kind of layer needs of a row, on one rank; made once a row.
+
+    Attributes:
+        slots: slots of the shard, padding included.
+        tokens: those of them that hold a token, the first ones.
+        mask: which keys a token sees.
+        ranks: who shares the row.
+        calls: the kernel calls with their segments on the device, calls on local keys first.
+        keys: slots of the pool that the other calls' keys are copied from, on the device.
+        gather: how the pool is filled.
+    """
+
+    slots: int
+    tokens: int
+    mask: Mask
+    ranks: RowRanks
+    calls: tuple[tuple[Call, Segments], ...]
+    keys: Tensor
+    gather: Gather
+
+    @staticmethod
+    def of(layout: TokenLayout, mask: Mask, ranks: RowRanks, device: torch.device | str) -> ContextPlan:
+        """The plan of this rank. Copies to the device wait for it: a row and kind of layer, not a layer.
+
+        Raises:
+            ValueError: a layout for other numbers of ranks.
+        """
+        if ranks.sizes != (layout.cp_size, layout.sp_size):
+            sizes = layout.cp_size, layout.sp_size
+            raise ValueError(f"a layout for (cp, sp) ranks of {sizes}, and there are {ranks.sizes}")
+        rank = dist.get_rank(ranks.cp) if ranks.cp is not None else 0
+        slices = plan_slices(layout, mask, rank)
+        calls = tuple((call, Segments.of(call.query_lengths, call.key_lengths, device)) for call in slices.calls)
+        keys = torch.from_numpy(slices.keys.index()).to(device)
+        gather = Gather(slices.exchange, layout.shard_tokens, ranks.cp, device)
+        return ContextPlan(layout.shard_tokens, layout.shard_lengths[rank], mask, ranks, calls, keys, gather)
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether keys go through a pool, on this rank or another."""
+        return not self.gather.exchange.silent or len(self.keys) > 0
+
+    def start(
+        self, q_tHD: Tensor, k_tGD: Tensor, v_tGD: Tensor, out_tHD: Tensor | None = None, d_out_tHD: Tensor | None = None
+    ) -> Started:
+        """Begins to bring a head group together. The tensors must not change before it is attended.
+
+        Args:
+            q_tHD: queries of this rank's tokens (its `layout.part`), all heads of the group.
+            k_tGD: keys.
+            v_tGD: values.
+            out_tHD: in the backward: attention's output.
+            d_out_tHD: and its gradient.
+
+        Raises:
+            ValueError: another number of tokens than the layout's.
+            UserError: heads that sp ranks cannot share.
+        """
+        sp = self.ranks.sp
+        ranks = 1 if sp is None else sp.size()
+        if not q_tHD.shape[0] * ranks == k_tGD.shape[0] * ranks == self.slots:
+            raise ValueError(f"{q_tHD.shape[0]} queries and {k_tGD.shape[0]} keys for a part of {self.slots // ranks} slots")
+        split = HeadSplit(q_tHD.shape[1], k_tGD.shape[1], ranks)
+        kv: tuple[Tensor, Tensor] | OnTheWay
+        if sp is None:
+            q, kv = OnTheWay(q_tHD), (k_tGD, v_tGD)
+        else:
+            kv, q = to_heads((k_tGD, v_tGD), sp, split.replicas), to_heads((q_tHD,), sp).after(_only)
+        pool = None
+        if self.exchanges:
+            kv = _apart(kv)  # with sp the device waits here for the heads: they are this exchange's input
+            pool = self.gather.bring(*kv)
+        started = Started(q, kv, pool, split)
+        if out_tHD is not None and d_out_tHD is not None:
+            both = out_tHD, d_out_tHD.to(out_tHD.dtype)
+            started.kept = both if sp is None else to_heads(both, sp)
+        return started
+
+    def attend(
+        self, started: Started, scoring: Scoring, sink_H: Tensor | None = None, kernels: tuple[Kernel, ...] = KERNELS
+    ) -> tuple[Tensor, Tensor]:
+        """Attention of a head group.
+
+        Args:
+            started: from `start`.
+            scoring: with the window of this plan's mask.
+            sink_H: the sinks of the group's query heads.
+            kernels: what may compute it.
+
+        Returns:
+            Output [t, H, D] of this rank's tokens, all heads of the group; log-sum-exp in natural logarithm, [H, slots] of the
+            heads that this rank attended, H / sp of them. It goes into the backward as it is.
+        """
+        self._check(scoring)
+        q = started.queries()
+        sink = self._own_sinks(started.split, sink_H, q.dtype)
+        out = lse = None
+        for call, segments, k, v in self._calls(started):
+            kernel, settled = settle(q[call.queries], k, v, _windowed(scoring, call), kernels=kernels, segments=segments)
+            part = forward_with(kernel, q[call.queries], k, v, sink, settled, segments)
+            if self._alone(call):
+                out, lse = part
+                break
+            out = q.new_empty(*q.shape[:2], v.shape[2]) if out is None else out
+            lse = part[1].new_zeros(q.shape[1], self.slots) if lse is None else lse
+            out[call.queries], lse[:, call.queries] = part
+            del part, k, v
+        if out is None or lse is None:
+            out, lse = torch.zeros_like(q), q.new_zeros(q.shape[1], self.slots, dtype=_sums(q.dtype))
+        out[self.tokens :] = 0
+        if self.ranks.sp is not None:
+            out = to_tokens(out[:, None], self.ranks.sp).after(_only).land()
+        return out, lse
+
+    def attend_backward(
+        self,
+        started: Started,
+        lse_HT: Tensor,
+        scoring: Scoring,
+        sink_H: Tensor | None = None,
+        kernels: tuple[Kernel, ...] = KERNELS,
+    ) -> Going:
+        """Gradients of a head group from what `attend` returned; they are on their way to the tokens' ranks.
+
+        Args:
+            started: from `start`, with output and gradient.
+            lse_HT: log-sum-exp from `attend`.
+            scoring: as in `attend`.
+            sink_H: as in `attend`.
+            kernels: as in `attend`.
+        """
+        self._check(scoring)
+        if started.kept is None:
+            raise ValueError("this head group was started without attention's output and its gradient")
+        q, (out, d_out) = started.queries(), _apart(started.kept)
+        sp, split, sums, dtype = self.ranks.sp, started.split, lse_HT.dtype, q.dtype
+        sink = self._own_sinks(split, sink_H, q.dtype)
+        d_sink = None if sink is None else torch.zeros_like(sink)
+        dq = d_kv = d_pool = None
+        for call, segments, k, v in self._calls(started):
+            rows = call.queries
+            kernel, settled = settle(q[rows], k, v, _windowed(scoring, call), kernels=kernels, segments=segments)
+            dq_part, dk, dv, d_sink_part = backward_with(
+                kernel, d_out[rows], q[rows], k, v, out[rows], lse_HT[:, rows], sink, settled, segments
+            )
+            if d_sink is not None and d_sink_part is not None:
+                d_sink += d_sink_part
+            if self._alone(call) and sp is None:
+                return Going(d_sink, OnTheWay(dq_part), (dk, dv), None, self, split, dtype)
+            dq = torch.zeros_like(q) if dq is None else dq
+            dq[rows] = dq_part
+            if call.local:
+                d_kv = _zeros(dk, self.slots, sums if split.replicas > 1 else dtype) if d_kv is None else d_kv
+                d_kv[call.keys, 0], d_kv[call.keys, 1] = dk, dv
+            else:
+                d_pool = _zeros(dk, self.gather.exchange.pool_tokens, sums) if d_pool is None else d_pool
+                at = self.keys[call.keys]  # no slot is twice in one call
+                d_pool[:, 0].index_add_(0, at, dk.to(sums))
+                d_pool[:, 1].index_add_(0, at, dv.to(sums))
+            del dq_part, dk, dv, k, v
+        k = started.own()[0]
+        dq = torch.zeros_like(q) if dq is None else dq
+        home = None
+        if self.exchanges:
+            d_pool = _zeros(k, self.gather.exchange.pool_tokens, sums) if d_pool is None else d_pool
+            home = self.gather.take_home(d_pool)
+        d_kv = _zeros(k, self.slots, sums if split.replicas > 1 else dtype) if d_kv is None else d_kv
+        going: Tensor | OnTheWay = d_kv
+        dq_going = OnTheWay(dq)
+        if sp is not None:
+            dq_going = to_tokens(dq[:, None], sp).after(_only)
+            going = d_kv if home is not None else to_tokens(d_kv, sp, split.replicas)
+        return Going(self._all_sinks(split, d_sink), dq_going, going, home, self, split, dtype)
+
+    def _calls(self, started: Started) -> Iterator[tuple[Call, Segments, Tensor, Tensor]]:
+        """The calls with their keys and values; what has been brought is waited for when the first call wants it."""
+        copied: tuple[Tensor, Tensor] | None = None
+        for call, segments in self.calls:
+            if call.local:
+                k, v = started.own()
+            else:
+                if copied is None:
+                    pool = started.pool()
+                    copied = pool[:, 0].index_select(0, self.keys), pool[:, 1].index_select(0, self.keys)
+                    del pool
+                k, v = copied
+            yield call, segments, k[call.keys], v[call.keys]
+        started.end()
+
+    def _alone(self, call: Call) -> bool:
+        """Whether the call is all there is to do: its results are the group's, and nothing is copied."""
+        return call.local and not self.exchanges and call.queries == call.keys == slice(0, self.slots)
+
+    def _check(self, scoring: Scoring) -> None:
+        if (scoring.window or None) != self.mask.window:
+            raise ValueError(f"a layer with a window of {scoring.window}, and a plan for one of {self.mask.window}")
+
+    def _own_heads(self, heads: int) -> slice:
+        """The query heads of a group that this rank attends."""
+        if self.ranks.sp is None:
+            return slice(0, heads)
+        share = heads // self.ranks.sp.size()
+        first = dist.get_rank(self.ranks.sp) * share
+        return slice(first, first + share)
+
+    def _own_sinks(self, split: HeadSplit, sink_H: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+        # In fp32, so that the gradients of several calls are summed in it.
+        return None if sink_H is None else sink_H.detach()[self._own_heads(split.heads)].to(_sums(dtype))
+
+    def _all_sinks(self, split: HeadSplit, d_sink: Tensor | None) -> Tensor | None:
+        if d_sink is None:
+            return None
+        d_sinks = d_sink.new_zeros(split.heads)
+        d_sinks[self._own_heads(split.heads)] = d_sink
+        return d_sinks
+
+
+def _sums(dtype: torch.dtype) -> torch.dtype:
+    """What gradients and log-sum-exps are summed in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _zeros(like_sGD: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
+    """Gradients of keys and values, [tokens, 2, G, D]."""
+    return like_sGD.new_zeros(tokens, 2, *like_sGD.shape[1:], dtype=dtype)
+
+
+def _windowed(scoring: Scoring, call: Call) -> Scoring:
+    return replace(scoring, window=call.window)
+
+
+def _only(x_TpHD: Tensor) -> Tensor:
+    return x_TpHD[:, 0]
+
+
+def _apart(pair: tuple[Tensor, Tensor] | OnTheWay) -> tuple[Tensor, Tensor]:
+    """Two tensors that travelled together, each with memory of its own: kernels are proven with that."""
+    if isinstance(pair, OnTheWay):
+        first, second = pair.land().unbind(1)
+        return first.contiguous(), second.contiguous()
+    return pair
