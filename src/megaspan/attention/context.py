@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import final
+from typing import TypeAlias, final
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,8 @@ from megaspan.attention.onway import OnTheWay
 from megaspan.attention.segments import Segments
 from megaspan.attention.slices import Call, plan_slices
 from megaspan.attention.ulysses import HeadSplit
+
+_Two: TypeAlias = tuple[Tensor, Tensor] | OnTheWay  # two tensors, or both of them travelling together
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,10 +67,9 @@ class RowRanks:
 class Started:
     """A head group on its way; good for one `attend` or `attend_backward`."""
 
-    def __init__(self, q: OnTheWay, kv: tuple[Tensor, Tensor] | OnTheWay, pool: OnTheWay | None, split: HeadSplit) -> None:
+    def __init__(self, split: HeadSplit, q: OnTheWay, kv: _Two, pool: OnTheWay | None, outputs: _Two | None) -> None:
         self.split = split
-        self.kept: tuple[Tensor, Tensor] | OnTheWay | None = None  # output and its gradient
-        self._q, self._kv, self._pool = q, kv, pool
+        self._q, self._kv, self._pool, self._outputs = q, kv, pool, outputs
 
     def queries(self) -> Tensor:
         """The group's queries [slots, H, D]."""
@@ -78,6 +79,13 @@ class Started:
         """Keys and values of this rank's own shard, [slots, G, D] each."""
         self._kv = _apart(self._kv)
         return self._kv
+
+    def outputs(self) -> tuple[Tensor, Tensor]:
+        """Attention's output and its gradient [slots, H, D], once."""
+        if self._outputs is None:
+            raise ValueError("this head group was started without attention's output and its gradient")
+        outputs, self._outputs = self._outputs, None
+        return _apart(outputs)
 
     def pool(self) -> Tensor:
         """What was brought, once: the memory is the caller's."""
@@ -92,6 +100,24 @@ class Started:
 
 
 @dataclass(frozen=True, eq=False)
+class _Gradients:
+    """Where the gradients of a head group's calls are summed: queries, own keys and values, and those of the pool if any."""
+
+    dq: Tensor
+    d_kv: Tensor
+    d_pool: Tensor | None
+
+    def add(self, call: Call, keys: Tensor, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
+        """One call's. Only the pool's keys are in several calls, none of them twice in one."""
+        self.dq[call.queries] = dq
+        if self.d_pool is None or call.local:
+            self.d_kv[call.keys, 0], self.d_kv[call.keys, 1] = dk, dv
+            return
+        for number, gradient in enumerate((dk, dv)):
+            self.d_pool[:, number].index_add_(0, keys[call.keys], gradient.to(self.d_pool.dtype))
+
+
+@dataclass(frozen=True, eq=False)
 class Going:
     """Gradients of a head group on their way to the ranks that hold the tokens.
 
@@ -102,26 +128,25 @@ class Going:
 
     d_sink_H: Tensor | None
     _dq: OnTheWay
-    _d_kv: Tensor | OnTheWay | tuple[Tensor, Tensor]
+    _d_kv: OnTheWay | tuple[Tensor, Tensor]
     _home: OnTheWay | None
     _row: ContextPlan
     _split: HeadSplit
-    _dtype: torch.dtype
 
     def land(self) -> tuple[Tensor, Tensor, Tensor]:
-        """dq [t, H, D], dk and dv [t, G, D] of this rank's tokens, in q's dtype. All ranks call it."""
-        d_kv = self._d_kv
+        """dq [t, H, D], dk and dv [t, G, D] of this rank's tokens, in q's dtype, once. All ranks call it."""
+        dq = self._dq.land()
+        if not isinstance(self._d_kv, OnTheWay):
+            return dq, *self._d_kv
+        d_kv, sp = self._d_kv.land(), self._row.ranks.sp
         if self._home is not None:
-            assert isinstance(d_kv, Tensor)
             home = self._home.land()
             # A slot belongs to a cut document or to a whole one: one of the two is zero here, so nothing is rounded twice.
             d_kv[: len(home)] += home.to(d_kv.dtype)
-            if self._row.ranks.sp is not None:
-                d_kv = to_tokens(d_kv, self._row.ranks.sp, self._split.replicas)
-        if isinstance(d_kv, OnTheWay):
-            d_kv = d_kv.land()
-        dk, dv = d_kv.to(self._dtype).unbind(1) if isinstance(d_kv, Tensor) else d_kv
-        return self._dq.land(), dk, dv
+            if sp is not None:
+                d_kv = to_tokens(d_kv, sp, self._split.replicas).land()
+        dk, dv = d_kv.to(dq.dtype).unbind(1)
+        return dq, dk, dv
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,20 +214,19 @@ class ContextPlan:
         if not q_tHD.shape[0] * ranks == k_tGD.shape[0] * ranks == self.slots:
             raise ValueError(f"{q_tHD.shape[0]} queries and {k_tGD.shape[0]} keys for a part of {self.slots // ranks} slots")
         split = HeadSplit(q_tHD.shape[1], k_tGD.shape[1], ranks)
-        kv: tuple[Tensor, Tensor] | OnTheWay
-        if sp is None:
-            q, kv = OnTheWay(q_tHD), (k_tGD, v_tGD)
-        else:
+        q = OnTheWay(q_tHD)
+        kv: _Two = k_tGD, v_tGD
+        outputs: _Two | None = None
+        if out_tHD is not None and d_out_tHD is not None:
+            both = out_tHD, d_out_tHD.to(out_tHD.dtype)
+            outputs = both if sp is None else to_heads(both, sp)
+        if sp is not None:
             kv, q = to_heads((k_tGD, v_tGD), sp, split.replicas), to_heads((q_tHD,), sp).after(_only)
         pool = None
         if self.exchanges:
             kv = _apart(kv)  # with sp the device waits here for the heads: they are this exchange's input
             pool = self.gather.bring(*kv)
-        started = Started(q, kv, pool, split)
-        if out_tHD is not None and d_out_tHD is not None:
-            both = out_tHD, d_out_tHD.to(out_tHD.dtype)
-            started.kept = both if sp is None else to_heads(both, sp)
-        return started
+        return Started(split, q, kv, pool, outputs)
 
     def attend(
         self, started: Started, scoring: Scoring, sink_H: Tensor | None = None, kernels: tuple[Kernel, ...] = KERNELS
@@ -222,20 +246,16 @@ class ContextPlan:
         self._check(scoring)
         q = started.queries()
         sink = self._own_sinks(started.split, sink_H, q.dtype)
-        out = lse = None
+        whole: tuple[Tensor, Tensor] | None = None
         for call, segments, k, v in self._calls(started):
-            kernel, settled = settle(q[call.queries], k, v, _windowed(scoring, call), kernels=kernels, segments=segments)
-            part = forward_with(kernel, q[call.queries], k, v, sink, settled, segments)
-            if self._alone(call):
-                out, lse = part
-                break
-            out = q.new_empty(*q.shape[:2], v.shape[2]) if out is None else out
-            lse = part[1].new_zeros(q.shape[1], self.slots) if lse is None else lse
-            out[call.queries], lse[:, call.queries] = part
+            rows = call.queries
+            kernel, settled = settle(q[rows], k, v, replace(scoring, window=call.window), kernels=kernels, segments=segments)
+            part = forward_with(kernel, q[rows], k, v, sink, settled, segments)
+            whole = part if self._alone else whole or self._empty(q)
+            if not self._alone:
+                whole[0][rows], whole[1][:, rows] = part
             del part, k, v
-        if out is None or lse is None:
-            out, lse = torch.zeros_like(q), q.new_zeros(q.shape[1], self.slots, dtype=_sums(q.dtype))
-        out[self.tokens :] = 0
+        out, lse = whole or self._empty(q)
         if self.ranks.sp is not None:
             out = to_tokens(out[:, None], self.ranks.sp).after(_only).land()
         return out, lse
@@ -258,47 +278,32 @@ class ContextPlan:
             kernels: as in `attend`.
         """
         self._check(scoring)
-        if started.kept is None:
-            raise ValueError("this head group was started without attention's output and its gradient")
-        q, (out, d_out) = started.queries(), _apart(started.kept)
-        sp, split, sums, dtype = self.ranks.sp, started.split, lse_HT.dtype, q.dtype
+        q, (out, d_out) = started.queries(), started.outputs()
+        sp, split, sums = self.ranks.sp, started.split, lse_HT.dtype
         sink = self._own_sinks(split, sink_H, q.dtype)
         d_sink = None if sink is None else torch.zeros_like(sink)
-        dq = d_kv = d_pool = None
+        into: _Gradients | None = None
         for call, segments, k, v in self._calls(started):
             rows = call.queries
-            kernel, settled = settle(q[rows], k, v, _windowed(scoring, call), kernels=kernels, segments=segments)
-            dq_part, dk, dv, d_sink_part = backward_with(
+            kernel, settled = settle(q[rows], k, v, replace(scoring, window=call.window), kernels=kernels, segments=segments)
+            *parts, d_sink_part = backward_with(
                 kernel, d_out[rows], q[rows], k, v, out[rows], lse_HT[:, rows], sink, settled, segments
             )
             if d_sink is not None and d_sink_part is not None:
                 d_sink += d_sink_part
-            if self._alone(call) and sp is None:
-                return Going(d_sink, OnTheWay(dq_part), (dk, dv), None, self, split, dtype)
-            dq = torch.zeros_like(q) if dq is None else dq
-            dq[rows] = dq_part
-            if call.local:
-                d_kv = _zeros(dk, self.slots, sums if split.replicas > 1 else dtype) if d_kv is None else d_kv
-                d_kv[call.keys, 0], d_kv[call.keys, 1] = dk, dv
-            else:
-                d_pool = _zeros(dk, self.gather.exchange.pool_tokens, sums) if d_pool is None else d_pool
-                at = self.keys[call.keys]  # no slot is twice in one call
-                d_pool[:, 0].index_add_(0, at, dk.to(sums))
-                d_pool[:, 1].index_add_(0, at, dv.to(sums))
-            del dq_part, dk, dv, k, v
-        k = started.own()[0]
-        dq = torch.zeros_like(q) if dq is None else dq
-        home = None
-        if self.exchanges:
-            d_pool = _zeros(k, self.gather.exchange.pool_tokens, sums) if d_pool is None else d_pool
-            home = self.gather.take_home(d_pool)
-        d_kv = _zeros(k, self.slots, sums if split.replicas > 1 else dtype) if d_kv is None else d_kv
-        going: Tensor | OnTheWay = d_kv
-        dq_going = OnTheWay(dq)
+            if self._alone and sp is None:
+                return Going(d_sink, OnTheWay(parts[0]), (parts[1], parts[2]), None, self, split)
+            into = into or self._no_gradients(q, k, split, sums)
+            into.add(call, self.keys, *parts)
+            del parts, k, v
+        into = into or self._no_gradients(q, started.own()[0], split, sums)
+        home = None if into.d_pool is None else self.gather.take_home(into.d_pool)
+        dq, d_kv = OnTheWay(into.dq), OnTheWay(into.d_kv)
         if sp is not None:
-            dq_going = to_tokens(dq[:, None], sp).after(_only)
-            going = d_kv if home is not None else to_tokens(d_kv, sp, split.replicas)
-        return Going(self._all_sinks(split, d_sink), dq_going, going, home, self, split, dtype)
+            dq = to_tokens(into.dq[:, None], sp).after(_only)
+            if home is None:
+                d_kv = to_tokens(into.d_kv, sp, split.replicas)
+        return Going(self._all_sinks(split, d_sink), dq, d_kv, home, self, split)
 
     def _calls(self, started: Started) -> Iterator[tuple[Call, Segments, Tensor, Tensor]]:
         """The calls with their keys and values; what has been brought is waited for when the first call wants it."""
@@ -315,9 +320,28 @@ class ContextPlan:
             yield call, segments, k[call.keys], v[call.keys]
         started.end()
 
-    def _alone(self, call: Call) -> bool:
-        """Whether the call is all there is to do: its results are the group's, and nothing is copied."""
-        return call.local and not self.exchanges and call.queries == call.keys == slice(0, self.slots)
+    @property
+    def _alone(self) -> bool:
+        """Whether one call is all there is to do: its results are the group's, and nothing is copied."""
+        if self.exchanges or len(self.calls) != 1:
+            return False
+        call, _ = self.calls[0]
+        return call.queries == call.keys == slice(0, self.slots)
+
+    def _empty(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp to be filled, 0 in padding slots."""
+        out, lse = torch.empty_like(q), q.new_empty(q.shape[1], self.slots, dtype=_sums(q.dtype))
+        out[self.tokens :], lse[:, self.tokens :] = 0, 0
+        return out, lse
+
+    def _no_gradients(self, q: Tensor, k: Tensor, split: HeadSplit, sums: torch.dtype) -> _Gradients:
+        dq = torch.empty_like(q)
+        dq[self.tokens :] = 0
+        shape = 2, *k.shape[1:]
+        # Ranks that share a KV head add up what they send.
+        d_kv = k.new_zeros(self.slots, *shape, dtype=sums if split.replicas > 1 else k.dtype)
+        d_pool = k.new_zeros(self.gather.exchange.pool_tokens, *shape, dtype=sums) if self.exchanges else None
+        return _Gradients(dq, d_kv, d_pool)
 
     def _check(self, scoring: Scoring) -> None:
         if (scoring.window or None) != self.mask.window:
@@ -348,20 +372,11 @@ def _sums(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _zeros(like_sGD: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
-    """Gradients of keys and values, [tokens, 2, G, D]."""
-    return like_sGD.new_zeros(tokens, 2, *like_sGD.shape[1:], dtype=dtype)
-
-
-def _windowed(scoring: Scoring, call: Call) -> Scoring:
-    return replace(scoring, window=call.window)
-
-
 def _only(x_TpHD: Tensor) -> Tensor:
     return x_TpHD[:, 0]
 
 
-def _apart(pair: tuple[Tensor, Tensor] | OnTheWay) -> tuple[Tensor, Tensor]:
+def _apart(pair: _Two) -> tuple[Tensor, Tensor]:
     """Two tensors that travelled together, each with memory of its own: kernels are proven with that."""
     if isinstance(pair, OnTheWay):
         first, second = pair.land().unbind(1)

@@ -41,7 +41,8 @@ class Gather:
         if exchange.gathered and not exchange.silent:
             mine = _together(k_tGD[: exchange.gathered], v_tGD[: exchange.gathered])
             pool = mine.new_empty(exchange.pool_tokens, *mine.shape[1:])
-            return OnTheWay(pool, mine, dist.all_gather_into_tensor(pool, mine, group=self.group, async_op=True))
+            gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renames it
+            return OnTheWay(pool, mine, gather(pool, mine, group=self.group, async_op=True))
         pool = k_tGD.new_empty(exchange.pool_tokens, 2, *k_tGD.shape[1:])
         _together(k_tGD, v_tGD, pool[: self.slots])
         if exchange.silent:
@@ -92,7 +93,8 @@ def _sum_to_owners(d_pool: Tensor, slots: int, group: dist.ProcessGroup | None) 
     """
     if d_pool.is_cuda:
         arrives = d_pool.new_empty(slots, *d_pool.shape[1:])
-        return OnTheWay(arrives, d_pool, dist.reduce_scatter_tensor(arrives, d_pool, group=group, async_op=True))
+        reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # torch 2.13 renames it
+        return OnTheWay(arrives, d_pool, reduce(arrives, d_pool, group=group, async_op=True))
     parts = torch.empty_like(d_pool)
     work = dist.all_to_all_single(parts, d_pool, group=group, async_op=True)
     return OnTheWay(parts, d_pool, work, lambda arrived: arrived.unflatten(0, (-1, slots)).sum(0))
