@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megaspan.human import UserError
+from megaspan.layers.dropout import counter_mask
 from megaspan.layers.head import Head, LowRank
 from megaspan.layers.loss import LossSums, launch_rows, linear_cross_entropy, loss_bytes, plain_cross_entropy, tile_tokens_for
 from megaspan.plan.cost import loss_tile
@@ -478,22 +479,24 @@ def test_fp32_gradients_of_a_bf16_head_are_not_rounded() -> None:
     assert errors[1] < errors[0] * 0.9
 
 
-def test_dropout_of_an_adapter_is_drawn_anew_and_used_for_its_gradients() -> None:
-    """With the mask that the seed gives, loss and gradients are those of the formula; another seed gives another loss."""
+@pytest.mark.parametrize("tile", [3, 16])
+def test_dropout_of_an_adapter_is_drawn_anew_and_used_for_its_gradients(tile: int) -> None:
+    """With the mask of the step's number, loss and gradients are those of the formula, whatever the tile; another differs."""
     x, head, labels = make("lora", 10, 8, 13)
+    labels[4] = -100
     dropped = Head(head.weight_VE, None, (LowRank(head.deltas[0].a_RE, head.deltas[0].b_VR, 0.7, dropout=0.4),))
     torch.manual_seed(5)
-    keep = torch.empty(10, 8, dtype=torch.float64).bernoulli_(0.6) / 0.6
+    keep = counter_mask(int(torch.randint(2**62, ())), -1, "head 0", 0, 10, 8, 0.4) / 0.6
     a, b = dropped.deltas[0].a_RE, dropped.deltas[0].b_VR
     logits = x @ head.weight_VE.t() + 0.7 * ((x * keep) @ a.t() @ b.t())
     want = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
     torch.manual_seed(5)
-    got = linear_cross_entropy(x, dropped, labels, tile_tokens=16).loss
+    got = linear_cross_entropy(x, dropped, labels, tile_tokens=tile).loss
     torch.testing.assert_close(got, want)
     tensors = [x, head.weight_VE, a, b]
     for ours, theirs in zip(gradients(got, tensors), gradients(want, tensors), strict=True):
         torch.testing.assert_close(ours, theirs)
-    assert linear_cross_entropy(x, dropped, labels, tile_tokens=16).loss.item() != want.item()
+    assert linear_cross_entropy(x, dropped, labels, tile_tokens=tile).loss.item() != want.item()
 
 
 @pytest.mark.parametrize("loss", [linear_cross_entropy, plain_cross_entropy])

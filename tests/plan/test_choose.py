@@ -472,17 +472,3 @@ def test_what_can_fit_is_found(
     assert found.used == memory(facts, found.settings)
     group = found.settings.kv_heads_per_call
     assert group is None or facts.kv_heads % group == 0
-
-
-def test_a_second_run_that_has_no_room_stops_nobody_who_needs_none() -> None:
-    """With tiles from the host, a layer that runs again needs more than any backward: only segments need that room."""
-    facts = model_facts("qwen3-8b")
-    s = Settings(1 << 20, True, 2, False, True, True, True, 2048, streamed=True)
-    states = (StatePlan("update", "host"),)
-    host = Limits(80 * GIB, 900 * GIB)
-    low = next(size for size in range(40, 80) if can_fit(facts, s, replace(host, device=size * GIB), states))
-    found = fit(facts, s, replace(host, device=low * GIB), states)
-    assert found.fits
-    assert found.settings.policy(36).runs_again == 0
-    little = fit(facts, s, Limits(low * GIB, 150 * GIB), states)
-    assert not little.fits

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TypeAlias, final
+from typing import final
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,7 @@ from torch import Tensor
 from megaspan.attention.attend import backward_with, forward_with, settle
 from megaspan.attention.choose import KERNELS
 from megaspan.attention.gather import Gather
+from megaspan.attention.groupway import Going, Gradients, Started, Two, apart, only
 from megaspan.attention.heads import to_heads, to_tokens
 from megaspan.attention.kernel import Kernel, Scoring
 from megaspan.attention.layout import TokenLayout
@@ -41,8 +42,6 @@ from megaspan.attention.onway import OnTheWay
 from megaspan.attention.segments import Segments
 from megaspan.attention.slices import Call, plan_slices
 from megaspan.attention.ulysses import HeadSplit
-
-_Two: TypeAlias = tuple[Tensor, Tensor] | OnTheWay  # two tensors, or both of them travelling together
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,92 +60,6 @@ class RowRanks:
     def sizes(self) -> tuple[int, int]:
         """cp_size and sp_size."""
         return (self.cp.size() if self.cp else 1), (self.sp.size() if self.sp else 1)
-
-
-@final
-class Started:
-    """A head group on its way; good for one `attend` or `attend_backward`."""
-
-    def __init__(self, split: HeadSplit, q: OnTheWay, kv: _Two, pool: OnTheWay | None, outputs: _Two | None) -> None:
-        self.split = split
-        self._q, self._kv, self._pool, self._outputs = q, kv, pool, outputs
-
-    def queries(self) -> Tensor:
-        """The group's queries [slots, H, D]."""
-        return self._q.land()
-
-    def own(self) -> tuple[Tensor, Tensor]:
-        """Keys and values of this rank's own shard, [slots, G, D] each."""
-        self._kv = _apart(self._kv)
-        return self._kv
-
-    def outputs(self) -> tuple[Tensor, Tensor]:
-        """Attention's output and its gradient [slots, H, D], once."""
-        if self._outputs is None:
-            raise ValueError("this head group was started without attention's output and its gradient")
-        outputs, self._outputs = self._outputs, None
-        return _apart(outputs)
-
-    def pool(self) -> Tensor:
-        """What was brought, once: the memory is the caller's."""
-        assert self._pool is not None
-        pool, self._pool = self._pool.land(), None
-        return pool
-
-    def end(self) -> None:
-        """Waits for what no call has read: its memory is free when this is dropped."""
-        if self._pool is not None:
-            self._pool.land()
-
-
-@dataclass(frozen=True, eq=False)
-class _Gradients:
-    """Where the gradients of a head group's calls are summed: queries, own keys and values, and those of the pool if any."""
-
-    dq: Tensor
-    d_kv: Tensor
-    d_pool: Tensor | None
-
-    def add(self, call: Call, keys: Tensor, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
-        """One call's. Only the pool's keys are in several calls, none of them twice in one."""
-        self.dq[call.queries] = dq
-        if self.d_pool is None or call.local:
-            self.d_kv[call.keys, 0], self.d_kv[call.keys, 1] = dk, dv
-            return
-        for number, gradient in enumerate((dk, dv)):
-            self.d_pool[:, number].index_add_(0, keys[call.keys], gradient.to(self.d_pool.dtype))
-
-
-@dataclass(frozen=True, eq=False)
-class Going:
-    """Gradients of a head group on their way to the ranks that hold the tokens.
-
-    Attributes:
-        d_sink_H: of this rank's queries and heads, zeros for other heads of the group; a sum over all ranks of the row is the
-            gradient. In fp32 (fp64). None without sinks.
-    """
-
-    d_sink_H: Tensor | None
-    _dq: OnTheWay
-    _d_kv: OnTheWay | tuple[Tensor, Tensor]
-    _home: OnTheWay | None
-    _row: ContextPlan
-    _split: HeadSplit
-
-    def land(self) -> tuple[Tensor, Tensor, Tensor]:
-        """dq [t, H, D], dk and dv [t, G, D] of this rank's tokens, in q's dtype, once. All ranks call it."""
-        dq = self._dq.land()
-        if not isinstance(self._d_kv, OnTheWay):
-            return dq, *self._d_kv
-        d_kv, sp = self._d_kv.land(), self._row.ranks.sp
-        if self._home is not None:
-            home = self._home.land()
-            # A slot belongs to a cut document or to a whole one: one of the two is zero here, so nothing is rounded twice.
-            d_kv[: len(home)] += home.to(d_kv.dtype)
-            if sp is not None:
-                d_kv = to_tokens(d_kv, sp, self._split.replicas).land()
-        dk, dv = d_kv.to(dq.dtype).unbind(1)
-        return dq, dk, dv
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,16 +128,16 @@ class ContextPlan:
             raise ValueError(f"{q_tHD.shape[0]} queries and {k_tGD.shape[0]} keys for a part of {self.slots // ranks} slots")
         split = HeadSplit(q_tHD.shape[1], k_tGD.shape[1], ranks)
         q = OnTheWay(q_tHD)
-        kv: _Two = k_tGD, v_tGD
-        outputs: _Two | None = None
+        kv: Two = k_tGD, v_tGD
+        outputs: Two | None = None
         if out_tHD is not None and d_out_tHD is not None:
             both = out_tHD, d_out_tHD.to(out_tHD.dtype)
             outputs = both if sp is None else to_heads(both, sp)
         if sp is not None:
-            kv, q = to_heads((k_tGD, v_tGD), sp, split.replicas), to_heads((q_tHD,), sp).after(_only)
+            kv, q = to_heads((k_tGD, v_tGD), sp, split.replicas), to_heads((q_tHD,), sp).after(only)
         pool = None
         if self.exchanges:
-            kv = _apart(kv)  # with sp the device waits here for the heads: they are this exchange's input
+            kv = apart(kv)  # with sp the device waits here for the heads: they are this exchange's input
             pool = self.gather.bring(*kv)
         return Started(split, q, kv, pool, outputs)
 
@@ -257,7 +170,7 @@ class ContextPlan:
             del part, k, v
         out, lse = whole or self._empty(q)
         if self.ranks.sp is not None:
-            out = to_tokens(out[:, None], self.ranks.sp).after(_only).land()
+            out = to_tokens(out[:, None], self.ranks.sp).after(only).land()
         return out, lse
 
     def attend_backward(
@@ -282,7 +195,7 @@ class ContextPlan:
         sp, split, sums = self.ranks.sp, started.split, lse_HT.dtype
         sink = self._own_sinks(split, sink_H, q.dtype)
         d_sink = None if sink is None else torch.zeros_like(sink)
-        into: _Gradients | None = None
+        into: Gradients | None = None
         for call, segments, k, v in self._calls(started):
             rows = call.queries
             kernel, settled = settle(q[rows], k, v, replace(scoring, window=call.window), kernels=kernels, segments=segments)
@@ -292,7 +205,7 @@ class ContextPlan:
             if d_sink is not None and d_sink_part is not None:
                 d_sink += d_sink_part
             if self._alone and sp is None:
-                return Going(d_sink, OnTheWay(parts[0]), (parts[1], parts[2]), None, self, split)
+                return Going(d_sink, OnTheWay(parts[0]), (parts[1], parts[2]), None, None, split)
             into = into or self._no_gradients(q, k, split, sums)
             into.add(call, self.keys, *parts)
             del parts, k, v
@@ -300,10 +213,10 @@ class ContextPlan:
         home = None if into.d_pool is None else self.gather.take_home(into.d_pool)
         dq, d_kv = OnTheWay(into.dq), OnTheWay(into.d_kv)
         if sp is not None:
-            dq = to_tokens(into.dq[:, None], sp).after(_only)
+            dq = to_tokens(into.dq[:, None], sp).after(only)
             if home is None:
                 d_kv = to_tokens(into.d_kv, sp, split.replicas)
-        return Going(self._all_sinks(split, d_sink), dq, d_kv, home, self, split)
+        return Going(self._all_sinks(split, d_sink), dq, d_kv, home, sp, split)
 
     def _calls(self, started: Started) -> Iterator[tuple[Call, Segments, Tensor, Tensor]]:
         """The calls with their keys and values; what has been brought is waited for when the first call wants it."""
@@ -334,14 +247,14 @@ class ContextPlan:
         out[self.tokens :], lse[:, self.tokens :] = 0, 0
         return out, lse
 
-    def _no_gradients(self, q: Tensor, k: Tensor, split: HeadSplit, sums: torch.dtype) -> _Gradients:
+    def _no_gradients(self, q: Tensor, k: Tensor, split: HeadSplit, sums: torch.dtype) -> Gradients:
         dq = torch.empty_like(q)
         dq[self.tokens :] = 0
         shape = 2, *k.shape[1:]
         # Ranks that share a KV head add up what they send.
         d_kv = k.new_zeros(self.slots, *shape, dtype=sums if split.replicas > 1 else k.dtype)
         d_pool = k.new_zeros(self.gather.exchange.pool_tokens, *shape, dtype=sums) if self.exchanges else None
-        return _Gradients(dq, d_kv, d_pool)
+        return Gradients(dq, d_kv, d_pool)
 
     def _check(self, scoring: Scoring) -> None:
         if (scoring.window or None) != self.mask.window:
@@ -372,13 +285,23 @@ def _sums(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _only(x_TpHD: Tensor) -> Tensor:
-    return x_TpHD[:, 0]
+@final
+class RowContext:
+    """The plans of one row, a plan for each kind of layer, made when a layer first asks."""
 
+    def __init__(self, layout: TokenLayout, ranks: RowRanks, device: torch.device | str) -> None:
+        """Nothing is made yet.
 
-def _apart(pair: _Two) -> tuple[Tensor, Tensor]:
-    """Two tensors that travelled together, each with memory of its own: kernels are proven with that."""
-    if isinstance(pair, OnTheWay):
-        first, second = pair.land().unbind(1)
-        return first.contiguous(), second.contiguous()
-    return pair
+        Args:
+            layout: where the row's tokens are.
+            ranks: who shares it.
+            device: where the layers compute.
+        """
+        self.layout, self.ranks, self.device = layout, ranks, device
+        self._plans: dict[Mask, ContextPlan] = {}
+
+    def plan(self, mask: Mask) -> ContextPlan:
+        """The plan of layers with this mask."""
+        if mask not in self._plans:
+            self._plans[mask] = ContextPlan.of(self.layout, mask, self.ranks, self.device)
+        return self._plans[mask]

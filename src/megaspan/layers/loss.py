@@ -131,6 +131,7 @@ def linear_cross_entropy(
         scale=head.scale,
         softcap=head.softcap,
         adapters=tuple((delta.scaling, delta.dropout) for delta in head.deltas),
+        step_seed=int(torch.randint(2**62, ())) if any(delta.dropout for delta in head.deltas) else None,
         tile=launch_rows(tile_tokens, head.vocab),
         dtype=dtype,
         wanted=tuple(tensor is not None and tensor.requires_grad and torch.is_grad_enabled() for tensor in tensors),

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megaspan.layers.dropout import counter_mask
+
 
 @dataclass(frozen=True, eq=False)
 class TileJob:
@@ -34,6 +36,7 @@ class TileJob:
         scale: multiplier of the logits.
         softcap: bound of the logits, or None.
         adapters: scaling and dropout of each low-rank delta.
+        step_seed: the number that dropout of this call's adapters is drawn from, whatever the tile; None without dropout.
         tile: rows of logit gradients held at once.
         dtype: of the matrix products.
         wanted: which of hidden, weight, bias and the deltas' factors get a gradient.
@@ -47,6 +50,7 @@ class TileJob:
     scale: float
     softcap: float | None
     adapters: tuple[tuple[float, float], ...]
+    step_seed: int | None
     tile: int
     dtype: torch.dtype
     wanted: tuple[bool, ...]
@@ -149,7 +153,7 @@ class _Tiles:
         rows_n = None if self.job.rows_n is None else self.job.rows_n[start:stop]
         hidden_nE = self.hidden_tE[start:stop] if rows_n is None else self.hidden_tE.index_select(0, rows_n)
         hidden_nE = hidden_nE.to(self.job.dtype)
-        deltas = self._deltas(hidden_nE)
+        deltas = self._deltas(hidden_nE, start if rows_n is None else rows_n)
         for first in range(start, stop, self.slab):
             self._slab(slice(first - start, min(first + self.slab, stop) - start), start, hidden_nE, deltas)
         for index, delta in enumerate(deltas):
@@ -206,13 +210,16 @@ class _Tiles:
         if self.d_logits_nV is not None:
             self.d_logits_nV[rows] = scratch_sV
 
-    def _deltas(self, hidden_nE: Tensor) -> list[_Delta]:
+    def _deltas(self, hidden_nE: Tensor, first_row: int | Tensor) -> list[_Delta]:
         """The adapters' part of a tile, in fp32: their rank is small, so precision costs nothing."""
         deltas = []
-        for (scaling, dropout), a_RE, b_VR in zip(self.job.adapters, self.factors[::2], self.factors[1::2], strict=True):
+        factors = zip(self.job.adapters, self.factors[::2], self.factors[1::2], strict=True)
+        for number, ((scaling, dropout), a_RE, b_VR) in enumerate(factors):
             input_nE, keep_nE = hidden_nE.to(self.stats), None
-            if dropout:
-                keep_nE = torch.empty_like(input_nE).bernoulli_(1 - dropout).div_(1 - dropout)
+            if self.job.step_seed is not None and dropout:
+                rows, channels, name = *input_nE.shape, f"head {number}"
+                kept = counter_mask(self.job.step_seed, -1, name, first_row, rows, channels, dropout, input_nE.device)
+                keep_nE = kept.to(self.stats) / (1 - dropout)
                 input_nE = input_nE * keep_nE
             low_nR = torch.mm(input_nE, a_RE.t()) * scaling
             deltas.append(_Delta(a_RE, b_VR, scaling, input_nE, keep_nE, low_nR, torch.empty_like(low_nR)))

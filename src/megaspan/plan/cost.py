@@ -88,7 +88,16 @@ class Step:
     def always(self) -> list[Part]:
         """States where the computation is, and tables."""
         here = [part for part in state_parts(self.facts, self.s) if part.place == self.s.place]
-        return [*here, position_part(self.facts, self.s)]
+        return [*here, position_part(self.facts, self.s), *self.routing]
+
+    @property
+    def routing(self) -> list[Part]:
+        """The choices of experts, kept from the forward of streamed layers: a byte or two for each."""
+        experts, s = self.facts.experts, self.s
+        if experts is None or not s.streams:
+            return []
+        each, sparse = experts.active * (1 if experts.count <= 256 else 2), sum(experts.sparse_layers)
+        return [Part("choices of experts", s.tokens * sparse * each, s.place, f"{sparse} layers x t x {each} B")]
 
     @cached_property
     def layer(self) -> LayerBytes:

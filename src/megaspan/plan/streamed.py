@@ -70,8 +70,9 @@ def _group_part(facts: ModelFacts, s: Settings) -> Part:
 def forward_parts(facts: ModelFacts, s: Settings, *, again: bool = False) -> list[Part]:
     """A layer's forward without gradients; `again` inside a backward, with the gradient that waits there."""
     t, c, e, q = s.tokens, s.compute_bytes, facts.hidden, facts.query_width
-    rows = 3 if again else 2
-    name = "one layer again: input, output, gradient" if again else "one layer: input and output"
+    # transformers' loop holds the embedding of the row in a variable to its end; in a backward there is a gradient instead.
+    rows = 3
+    name = "one layer again: input, output, gradient" if again else "one layer: input and output, the embedding"
     return [
         Part(f"{name}, attention's output", t * c * (rows * e + q), s.place, f"t x {c}·({rows}·E + Q)"),
         _group_part(facts, s),

@@ -173,15 +173,6 @@ class Job:
         """The type that weights are saved in: the one they are multiplied in (masters stay in checkpoints)."""
         return next(self.model.parameters()).dtype
 
-    def optimizer_bytes(self) -> int:
-        """Bytes of AdamW's state once it has stepped: two moments, and an fp32 master where a bf16 parameter has one."""
-        total = 0
-        for parameter in self.model.parameters():
-            if parameter.requires_grad:
-                master = parameter.dtype == torch.bfloat16 and self.args.weights_dtype != "bfloat16"
-                total += parameter.numel() * (12 if master else 2 * parameter.element_size())
-        return total
-
     def header(
         self,
         schedule: Schedule,
