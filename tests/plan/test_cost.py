@@ -428,8 +428,9 @@ def test_choices_of_experts_are_counted() -> None:
     """8 of 128 experts are a byte each: 8 MiB a layer at a million tokens."""
     config = {
         "model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32,
-        "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
-        "vocab_size": 151_936, "max_position_embeddings": 1 << 20, "decoder_sparse_step": 1, "mlp_only_layers": [],
+        "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 6144, "moe_intermediate_size": 768,
+        "num_experts": 128, "num_experts_per_tok": 8, "vocab_size": 151_936, "max_position_embeddings": 1 << 20,
+        "decoder_sparse_step": 1, "mlp_only_layers": [],
     }  # fmt: skip
     s = Settings(1 << 20, True, 2, False, True, True, True, 2048, streamed=True)
     parts = memory(ModelFacts.from_config(config), s).peak.parts
