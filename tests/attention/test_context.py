@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from typing import NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megaspan.attention import context
 from megaspan.attention.attend import attend_backward, attend_forward
 from megaspan.attention.context import ContextPlan, RowContext, RowRanks
-from megaspan.attention.heads import kv_heads_a_call
+from megaspan.attention.gather import Gather
+from megaspan.attention.heads import kv_heads_a_call, to_tokens
 from megaspan.attention.kernel import Scoring
 from megaspan.attention.layout import lay_out
 from megaspan.attention.mask import Mask
+from megaspan.attention.onway import OnTheWay
 from megaspan.attention.segments import Segments
 from megaspan.attention.work import Work
 from tests.attention.reference import dense, distance
@@ -228,14 +232,27 @@ def only_wanted_collectives(rank: int, world: int) -> None:
 
 
 def half_precision(rank: int, world: int, cp: int, sp: int, window: int | None) -> None:
-    """Gradients of keys from several ranks are summed in fp32: no worse than those of one rank."""
+    """Gradients of keys travel and are summed in fp32 wherever several ranks have a part: no worse than those of one rank."""
     row = Row((197,), Mask(window), heads=(8, 2))
     x, (ranks, _) = tensors(row), mesh(rank, tuple(range(world)), cp, sp)
     exact = whole(row, x)
     rounded = Tensors(*(part.bfloat16() for part in x[:4]), None)
     out, lse = attend_forward(*rounded[:3], scale=SIZE**-0.5, window=window)
     dq, dk, dv, _ = attend_backward(rounded.d_out, *rounded[:3], out, lse, scale=SIZE**-0.5, window=window)
-    _, index, my_out, _, gradients, _, _ = over_ranks(row, rounded, cp, sp, ranks)
+    summed = []
+
+    def home(gather: Gather, d_pool: Tensor) -> OnTheWay:
+        summed.append(d_pool.dtype)
+        return take_home(gather, d_pool)
+
+    def tokens_of(parts: Tensor, group: dist.ProcessGroup, replicas: int = 1) -> OnTheWay:
+        summed.extend([parts.dtype] if replicas > 1 else [])
+        return to_tokens(parts, group, replicas)
+
+    take_home = Gather.take_home
+    with patch.object(Gather, "take_home", home), patch.object(context, "to_tokens", tokens_of):
+        _, index, my_out, _, gradients, _, _ = over_ranks(row, rounded, cp, sp, ranks)
+    assert set(summed) == {torch.float32}
     tokens = index[index >= 0]
     references = [exact[0], *exact[2:]]
     for mine, one, reference in zip([my_out, *gradients], [out, dq, dk, dv], references, strict=True):
