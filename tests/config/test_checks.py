@@ -29,6 +29,7 @@ INERT_CASES = [
     ({"save_strategy": "no", "save_steps": 5}, "save_steps"), ({"save_strategy": "no", "save_minutes": 5}, "save_minutes"),
     ({"save_strategy": "no", "save_total_limit": 2}, "save_total_limit"), ({"run_name": "a"}, "run_name"),
     ({"offload_optimizer": True, "use_cpu": True}, "offload_optimizer"),
+    ({"memory_limit": "80GiB", "use_cpu": True}, "memory_limit"),
 ]  # fmt: skip
 
 CONFLICTS = [

@@ -113,6 +113,17 @@ def test_accumulated_steps() -> None:
     assert_same_gradients(gradients(model), gradients(plain), 1e-4)
 
 
+def test_rows_of_a_window_share_the_balance_loss_by_their_tokens() -> None:
+    """Two rows of a step, run one after the other: the balance loss is their mean, not their sum."""
+    model = prepared("qwen3_moe")
+    rows = [batch(20, seed=1), batch(20, seed=2)]
+    alone = [model(**row, use_cache=False) for row in rows]
+    trained = [int(output.tokens) for output in alone]
+    window = [model(**row, use_cache=False, num_items_in_batch=sum(trained)).loss.item() for row in rows]
+    want = sum(output.loss.item() * count for output, count in zip(alone, trained, strict=True)) / sum(trained)
+    assert sum(window) == pytest.approx(want, rel=1e-6)
+
+
 @pytest.mark.parametrize("length", [7, 129])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_evaluation_has_the_balance_loss_too(family: str, length: int) -> None:

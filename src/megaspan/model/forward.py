@@ -161,7 +161,8 @@ def _with_labels(model: Any, settings: Settings, arguments: dict[str, Any]) -> A
     elif routers is not None:
         aux_loss = _router_loss(model, routers)
     if aux_loss is not None:
-        loss = loss + float(model.router_aux_loss_coef) * aux_loss
+        # A window's rows share it by their trained tokens, so that it does not grow with their number.
+        loss = loss + float(model.router_aux_loss_coef) * aux_loss * (sums.tokens / items)
     output = LongOutput(loss=loss, tokens=sums.tokens, correct=sums.correct, entropy=sums.entropy, aux_loss=aux_loss)
     return output.to_tuple() if arguments.get("return_dict") is False else output
 

@@ -195,7 +195,7 @@ def choose(
         limits_from=_limits_from(config, machine, gpu),
         fits=found.fits,
         reasons=tuple(_reasons(config, facts, s, machine, rope, used)),
-        longest_row=row,
+        longest_row=max(row, s.tokens) if found.fits else row,
         next_lever=lever,
         suffices=suffices,
         levers=tuple(turn.lever for turn in all_turns),
@@ -218,9 +218,10 @@ def _disk_room(config: SFTConfig) -> int:
     """Free bytes of the disk that may hold what layers keep; 0 without such a folder."""
     if config.offload_folder is None:
         return 0
-    path = Path(config.offload_folder).expanduser().resolve()
-    while not path.exists():
-        path = path.parent
+    path = Path(config.offload_folder).expanduser()
+    if not path.is_dir():
+        what = "is not a folder" if path.exists() else "does not exist"
+        raise UserError(f"the folder for what layers keep {what}", got=str(path), do="Make it first", option="offload_folder")
     return shutil.disk_usage(path).free
 
 

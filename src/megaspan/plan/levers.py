@@ -67,7 +67,8 @@ def turns(facts: ModelFacts, s: Settings) -> tuple[Turn, ...]:
         do = "gradient_checkpointing_kwargs: {offload: true}"
         inputs = KeepPolicy.everything(facts.layers, "device", outputs=False)
         still = {"offload": False, "keep": inputs, "stream_back": False}
-        table.append(("offload", s.offload, moving, still, do, "copies beside the computation"))
+        if s.checkpoint:  # without, it is the checkpointing that is to be turned on
+            table.append(("offload", s.offload, moving, still, do, "copies beside the computation"))
     if not s.adapter:
         half = {"compute_bytes": 2, "masters": False}
         full = {"compute_bytes": 2 if s.gpu else 4, "masters": s.gpu}

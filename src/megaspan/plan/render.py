@@ -132,7 +132,7 @@ def answer_lines(plan: Plan) -> list[str]:
     if plan.device_limit:
         lines.append(f"device  {format_bytes(plan.device_bytes)} of {format_bytes(plan.device_limit)} ({device})")
     lines.append(f"host    {format_bytes(plan.host_bytes)} of {format_bytes(plan.host_limit)} ({host})")
-    longest = f"longest row with these settings: {format_tokens(plan.longest_row)} tokens" if plan.longest_row else ""
+    longest = f"longest row that memory allows: {format_tokens(plan.longest_row)} tokens" if plan.longest_row else ""
     lines.append(("fits; " if plan.fits else "DOES NOT FIT; ") + (longest or "no row fits with these settings"))
     lever = plan.next_lever
     if lever is not None:
