@@ -80,27 +80,48 @@ def load_model(config: SFTConfig, device: torch.device | str) -> LoadedModel:
     rope = resolve_rope(model_config.to_dict(), config.rope_parameters, config.max_length, config.allow_past_window)
     apply_rope(model_config, rope)
     dtype = live_dtype(config, device)
+    unused = 0
     if source.kind == "shape":
         model = _random_model(model_config, device, dtype, config.seed)
-        origin = f"random weights (seed {config.seed}): {source.name} is a shape without weights"
     else:
         model, unused = _pretrained_model(source, model_config, device, dtype, config.trust_remote_code)
+    return loaded(model, config, source, commit, rope, unused)
+
+
+def loaded(model: Any, config: SFTConfig, source: Source, commit: str, rope: RopeChoice, unused: int) -> LoadedModel:
+    """A model whose weights are there (a peft model too), checked, with its tokenizer.
+
+    Args:
+        model: the model.
+        config: the options.
+        source: where it came from.
+        commit: which version of it.
+        rope: its positions, as chosen.
+        unused: weights of the checkpoint that the model has no place for.
+
+    Raises:
+        UserError: a kind of model that is not trained here, inexact positions, or a tokenizer that knows more words.
+    """
+    inner = unwrap(model)
+    if source.kind == "shape":
+        origin = f"random weights (seed {config.seed}): {source.name} is a shape without weights"
+    else:
         origin = f"commit {commit}" if source.kind == "hub" else f"folder {commit}"
         origin += f", {unused} weights of the checkpoint are not used" if unused else ""
     if config.trust_remote_code:
         origin += ", with its own code (trust_remote_code)"
-    check_trainable(model)
+    check_trainable(inner)
     tokenizer = load_tokenizer(config)
-    check_vocabulary(tokenizer, model)
+    check_vocabulary(tokenizer, inner)
     return LoadedModel(
         model=model.train(),
         tokenizer=tokenizer,
-        facts=_facts(model.config),
+        facts=_facts(inner.config),
         name=source.name,
         commit=commit,
         origin=origin,
         rope=rope,
-        rope_readback=require_exact(read_back(model)),
+        rope_readback=require_exact(read_back(inner)),
         random_weights=source.kind == "shape",
     )
 

@@ -15,12 +15,12 @@ from torch import nn
 from transformers import GenerationConfig
 
 from megaspan.model.fill import fill_pretrained, fill_random, skeleton
-from megaspan.model.kinds import check_trainable, unwrap
-from megaspan.model.load import LoadedModel, _facts, apply_rope, check_vocabulary, live_dtype, load_tokenizer
+from megaspan.model.kinds import unwrap
+from megaspan.model.load import LoadedModel, apply_rope, live_dtype, loaded
 from megaspan.model.lora import wrap_lora
 from megaspan.model.shard import materialise, shard
 from megaspan.model.source import Source, apply_overrides, commit_of, find_source, read_config, unreadable
-from megaspan.rope import read_back, require_exact, resolve_rope
+from megaspan.rope import resolve_rope
 
 if TYPE_CHECKING:
     from megaspan.config import SFTConfig
@@ -55,30 +55,12 @@ def load_sharded(config: SFTConfig, device: torch.device | str, device_mesh: Any
         model = _with_adapter(model, config, peft_config)
     shard(model, device_mesh, masters=config.weights_dtype != "bfloat16", compute=compute)
     materialise(model, device)
+    unused = 0
     if source.kind == "shape":
         fill_random(model, plain, config.seed, device)
-        origin = f"random weights (seed {config.seed}): {source.name} is a shape without weights"
     else:
         unused = _fill(model, plain, source, device)
-        origin = f"commit {commit}" if source.kind == "hub" else f"folder {commit}"
-        origin += f", {unused} weights of the checkpoint are not used" if unused else ""
-    if config.trust_remote_code:
-        origin += ", with its own code (trust_remote_code)"
-    inner = unwrap(model)
-    check_trainable(inner)
-    tokenizer = load_tokenizer(config)
-    check_vocabulary(tokenizer, inner)
-    return LoadedModel(
-        model=model.train(),
-        tokenizer=tokenizer,
-        facts=_facts(inner.config),
-        name=source.name,
-        commit=commit,
-        origin=origin,
-        rope=rope,
-        rope_readback=require_exact(read_back(inner)),
-        random_weights=source.kind == "shape",
-    )
+    return loaded(model, config, source, commit, rope, unused)
 
 
 def _fill(model: nn.Module, plain: Any, source: Source, device: torch.device) -> int:
