@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -264,7 +265,7 @@ HALVES = [(half_precision, sizes) for sizes in ((4, 1, None), (4, 1, 20), (1, 4,
 
 
 def test_ranks_find_what_one_process_finds():
-    run_ranks(4, [*((each_row, (name,)) for name in MESHES), *HALVES, (only_wanted_collectives, ())])
+    run_ranks(4, [*((each_row, (name,)) for name in MESHES), *HALVES, (only_wanted_collectives, ()), (what_a_rank_holds, ())])
 
 
 @pytest.mark.parametrize("row", [*ROWS, *MANY_HEADS, *SHARED_HEADS], ids=str)
@@ -288,6 +289,27 @@ def test_a_row_has_a_plan_for_each_kind_of_layer():
     assert row.plan(FULL) is row.plan(Mask())
     assert row.plan(Mask(window=3)) is not row.plan(FULL)
     assert row.plan(Mask(window=3)).mask == Mask(window=3)
+    assert row.asked == 5
+
+
+def what_a_rank_holds(rank: int, world: int) -> None:
+    """Slots, tokens, positions and numbers of tokens on each rank; together they are the row, padding apart."""
+    ranks, _ = mesh(rank, tuple(range(world)), 2, 2)
+    documents = (5, 1, 7)
+    numbers = np.arange(13) * 10
+    for layout in (lay_out(documents, 2, sp_size=2), lay_out([1], 2, sp_size=2)):
+        row = RowContext(layout, ranks, "cpu")
+        assert len(row.positions) == len(row.token_index) == row.slots == layout.shard_tokens // 2
+        real = row.token_index < layout.tokens
+        assert real.tolist() == [True] * row.tokens + [False] * (row.slots - row.tokens)
+        assert (row.positions[~real] == 0).all()
+        starts = torch.tensor([0, 0, 0, 0, 0, 5, 6, 6, 6, 6, 6, 6, 6])
+        assert torch.equal(row.positions[real], (row.token_index - starts[row.token_index.clamp(max=12)])[real])
+        mine = row.shard(numbers[: layout.tokens], fill=-100)
+        assert mine.tolist() == [10 * int(t) if t < layout.tokens else -100 for t in row.token_index]
+        everywhere = [torch.zeros(row.slots, dtype=torch.int64) for _ in range(world)]
+        dist.all_gather(everywhere, row.token_index)
+        assert sorted(t for part in everywhere for t in part.tolist() if t < layout.tokens) == list(range(layout.tokens))
 
 
 def test_head_groups_that_ranks_can_share():

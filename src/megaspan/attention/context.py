@@ -24,8 +24,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import final
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -39,6 +41,7 @@ from megaspan.attention.kernel import Kernel, Scoring
 from megaspan.attention.layout import TokenLayout
 from megaspan.attention.mask import Mask
 from megaspan.attention.onway import OnTheWay
+from megaspan.attention.runs import Ints
 from megaspan.attention.segments import Segments
 from megaspan.attention.slices import Call, plan_slices
 from megaspan.attention.ulysses import HeadSplit
@@ -287,7 +290,11 @@ def _sums(dtype: torch.dtype) -> torch.dtype:
 
 @final
 class RowContext:
-    """The plans of one row, a plan for each kind of layer, made when a layer first asks."""
+    """How one row lies on this rank, and the plans of its layers, each made when a layer of its kind first asks.
+
+    On one rank (`RowRanks()`) it says that a row is packed: each document sees itself only. It travels through a model's
+    forward as the keyword argument `megaspan_row`, down to every layer and its attention.
+    """
 
     def __init__(self, layout: TokenLayout, ranks: RowRanks, device: torch.device | str) -> None:
         """Nothing is made yet.
@@ -298,10 +305,47 @@ class RowContext:
             device: where the layers compute.
         """
         self.layout, self.ranks, self.device = layout, ranks, device
+        self.asked = 0
         self._plans: dict[Mask, ContextPlan] = {}
+        self._cp_rank = dist.get_rank(ranks.cp) if ranks.cp is not None else 0
+        self._part = layout.part(dist.get_rank(ranks.sp) if ranks.sp is not None else 0)
+
+    @property
+    def slots(self) -> int:
+        """Slots of this rank outside attention: what every tensor of the model is long here."""
+        return self._part.stop - self._part.start
+
+    @property
+    def tokens(self) -> int:
+        """How many of them hold a token, always the first ones; may be 0."""
+        return min(max(self.layout.shard_lengths[self._cp_rank] - self._part.start, 0), self.slots)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """Positions in their documents, int64 [slots] on the device, 0 for padding."""
+        return self._on_device(self.layout.positions(self._cp_rank))
+
+    @cached_property
+    def token_index(self) -> Tensor:
+        """Number of the token in the whole row, int64 [slots] on the device; past the row's end for padding."""
+        index = self.layout.token_index(self._cp_rank)
+        return self._on_device(np.where(index < 0, self.layout.tokens, index))
+
+    def shard(self, row: np.ndarray, fill: int | float = 0) -> np.ndarray:
+        """This rank's part [slots, ...] of something that the whole row has for each token.
+
+        Args:
+            row: [tokens of the row, ...].
+            fill: what stands in padding slots: -100 for labels.
+        """
+        return self.layout.shard(row, self._cp_rank, fill)[self._part]
 
     def plan(self, mask: Mask) -> ContextPlan:
-        """The plan of layers with this mask."""
+        """The plan of layers with this mask. `asked` counts these calls: every attention of a forward makes one."""
+        self.asked += 1
         if mask not in self._plans:
             self._plans[mask] = ContextPlan.of(self.layout, mask, self.ranks, self.device)
         return self._plans[mask]
+
+    def _on_device(self, shard: Ints) -> Tensor:
+        return torch.from_numpy(shard[self._part].copy()).to(self.device)

@@ -10,6 +10,7 @@ model: two models built from one config object share its attention setting, so t
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,9 +22,14 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from megaspan.attention.attend import attend_with, settle
 from megaspan.attention.choose import KERNELS, KernelChoice, case_of, choose_for
+from megaspan.attention.context import RowContext
 from megaspan.attention.kernel import Kernel, Scoring
+from megaspan.attention.mask import Mask
 from megaspan.attention.proof import choose_proven
+from megaspan.attention.rowattend import attend_row
+from megaspan.attention.work import Work
 from megaspan.human import UserError
+from megaspan.plan.facts import ModelFacts
 
 NAME = "megaspan"
 # What a decoder layer hands down to its attention function beside the tensors, without any influence on the result.
@@ -100,9 +106,12 @@ def attention(
     is_causal: bool | None = None,
     position_ids: Tensor | None = None,
     megaspan_capture: Callable[[AttentionCall], Tensor] | None = None,
+    megaspan_row: RowContext | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention function: q [batch, H, t, D], k and v [batch, G, s, D] to [batch, t, H, D] and no weights.
+
+    With `megaspan_row` the batch is this rank's part of one row, of documents that see themselves only.
 
     Raises:
         UserError: whatever could change the result and is not computed here: a mask, dropout, packed rows, an unknown argument.
@@ -114,18 +123,24 @@ def attention(
     unknown = [name for name, value in others.items() if name not in _HARMLESS and value is not None and value is not False]
     if unknown:
         raise UserError(f"{_name(module)} passes attention arguments that are not supported", got=", ".join(sorted(unknown)))
-    if getattr(module, "layer_idx", 0) in (0, None):
+    if megaspan_row is None and getattr(module, "layer_idx", 0) in (0, None):
         refuse_packed(position_ids)  # one look for all layers: it waits for the device
-    _check_window(module, attention_mask, sliding_window, key.shape[2])
+    keys = key.shape[2] if megaspan_row is None else megaspan_row.layout.tokens
+    _check_window(module, attention_mask, sliding_window, keys)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     call = AttentionCall(
         *_one_dtype(query, key, value), Scoring(scale, sliding_window or None, softcap or None), s_aux, _kernels(module)
     )
-    return (megaspan_capture or run_call)(call), None
+    return (megaspan_capture(call) if megaspan_capture is not None else run_call(call, megaspan_row)), None
 
 
-def run_call(call: AttentionCall) -> Tensor:
-    """Attention of every row of a batch: [batch, t, H, D]."""
+def run_call(call: AttentionCall, row: RowContext | None = None) -> Tensor:
+    """Attention of every row of a batch, or of this rank's part of one row: [batch, t, H, D]."""
+    if row is not None:
+        if call.q_BHTD.shape[0] != 1:
+            raise ValueError(f"one row at a time has a RowContext, not a batch of {call.q_BHTD.shape[0]}")
+        q_tHD, k_tGD, v_tGD = (x[0].transpose(0, 1) for x in (call.q_BHTD, call.k_BGSD, call.v_BGSD))
+        return attend_row(q_tHD, k_tGD, v_tGD, call.sink_H, call.scoring, call.kernels, row)[None]
     outs = []
     for q, k, v in zip(call.q_BHTD, call.k_BGSD, call.v_BGSD, strict=True):
         q_tHD, k_sGD, v_sGD = (x.transpose(0, 1) for x in (q, k, v))
@@ -182,6 +197,31 @@ def refuse_packed(position_ids: Tensor | None) -> None:
         allowed="positions that count up by one along the row",
         do="Use packing_strategy: wrapped, which joins documents without masks",
     )
+
+
+def work_of(model: nn.Module) -> Work:
+    """What a row costs in this model: its layers by mask, and a token's linear layers in pairs; for `lay_out`.
+
+    Args:
+        model: a transformers causal language model, or one wrapped by peft; sharded or not.
+    """
+    layers = Counter(Mask(_window_of(module)) for module in model.modules() if _is_attention(module))
+    language_model = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
+    if language_model is None or not layers:
+        raise UserError("this model has no attention layers that AttentionInterface reaches", got=type(model).__name__)
+    facts = ModelFacts.from_config(language_model.config.to_dict())
+    weights = sum(facts.linear_parameters(layer) for layer in range(facts.layers))
+    return Work(dict(layers), weights // (2 * facts.query_width * facts.layers))
+
+
+def _is_attention(module: nn.Module) -> bool:
+    return hasattr(module, "num_key_value_groups") and hasattr(module, "head_dim")
+
+
+def _window_of(module: Any) -> int | None:
+    """The window of an attention module; some families read it from their configuration when they attend."""
+    window = getattr(module, "sliding_window", getattr(getattr(module, "config", None), "sliding_window", None))
+    return int(window) if window else None
 
 
 def _kernels(module: nn.Module) -> tuple[Kernel, ...]:
@@ -243,8 +283,8 @@ def _choices(model: nn.Module, language_model: PreTrainedModel, dtype: torch.dty
     length, dtype = int(getattr(config, "max_position_embeddings", 2**20)), dtype or parameter.dtype
     kinds: dict[tuple, tuple[KernelChoice, tuple[Kernel, ...]]] = {}
     for module in model.modules():
-        if hasattr(module, "num_key_value_groups") and hasattr(module, "head_dim"):
-            window, softcap = getattr(module, "sliding_window", None), getattr(module, "attn_logit_softcapping", None)
+        if _is_attention(module):
+            window, softcap = _window_of(module), getattr(module, "attn_logit_softcapping", None)
             case = case_of(parameter.device, dtype, int(module.head_dim), window, softcap, length, length)  # type: ignore[arg-type]
             sinks = getattr(module, "sinks", None) is not None
             if (case, sinks) not in kinds:
