@@ -8,7 +8,9 @@ environment.
 """
 
 from megaspan.world.agreement import agree as agree
+from megaspan.world.agreement import largest as largest
 from megaspan.world.agreement import same_everywhere as same_everywhere
+from megaspan.world.agreement import summed as summed
 from megaspan.world.axes import DeviceAxes as DeviceAxes
 from megaspan.world.axes import Mesh as Mesh
 from megaspan.world.axes import device_axes as device_axes

@@ -8,13 +8,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import platform
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megaspan.human import UserError
 from megaspan.plan.facts import Machine
 from megaspan.world.host import lines_of
+
+if TYPE_CHECKING:
+    import torch
 
 
 def agree(machine: Machine) -> Machine:
@@ -22,9 +28,7 @@ def agree(machine: Machine) -> Machine:
 
     All ranks of an initialised process group (gloo or nccl) must call it, and all get the same. One rank gets `machine` back.
     """
-    import torch.distributed as dist
-
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+    if not _several():
         return machine
     facts = {name: getattr(machine, name) for name in ("device_name", "device_bytes", "host_bytes", "cores", "host_source")}
     said = [json.loads(text) for text in _everywhere(json.dumps(facts | {"node": node()}))]
@@ -51,9 +55,7 @@ def same_everywhere(name: str, digest: str) -> None:
     Raises:
         UserError: on every rank, naming those that differ from most.
     """
-    import torch.distributed as dist
-
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+    if not _several():
         return
     said = _everywhere(digest)
     usual = Counter(said).most_common(1)[0][0]  # of two equally common ones, the lower rank's
@@ -67,10 +69,45 @@ def same_everywhere(name: str, digest: str) -> None:
         )
 
 
+def summed(values: Sequence[float]) -> list[float]:
+    """The sum of every rank's numbers, place by place, in fp64: the same bits on all ranks. All of them must call it."""
+    return [math.fsum(each) for each in zip(*_all_numbers(values), strict=True)] if _several() else list(values)
+
+
+def largest(values: Sequence[float]) -> list[float]:
+    """The largest of every rank's numbers, place by place. All ranks must call it."""
+    return [max(each) for each in zip(*_all_numbers(values), strict=True)] if _several() else list(values)
+
+
 def node() -> str:
     """Names what shares one host memory: ranks of one boot of one machine that see the same host name (one container)."""
     boot = "".join(lines_of(Path("/proc/sys/kernel/random/boot_id")))
     return hashlib.sha256(f"{boot} {platform.node()}".encode()).hexdigest()[:16]
+
+
+def _several() -> bool:
+    import torch.distributed as dist
+
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _exchange_device() -> torch.device:
+    """Where small things travel: on the host, unless a script's own process group knows GPUs alone."""
+    import torch
+    import torch.distributed as dist
+
+    on_host = "cpu:" in str(dist.get_backend_config())
+    return torch.device("cpu") if on_host else torch.device("cuda", torch.cuda.current_device())
+
+
+def _all_numbers(values: Sequence[float]) -> list[list[float]]:
+    import torch
+    import torch.distributed as dist
+
+    mine = torch.tensor(list(values), dtype=torch.float64, device=_exchange_device())
+    found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, mine)
+    return [each.tolist() for each in found]
 
 
 def _everywhere(text: str) -> list[str]:
@@ -78,8 +115,7 @@ def _everywhere(text: str) -> list[str]:
     import torch
     import torch.distributed as dist
 
-    on_host = "cpu:" in str(dist.get_backend_config())
-    device = torch.device("cpu") if on_host else torch.device("cuda", torch.cuda.current_device())
+    device = _exchange_device()
     data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
     dist.all_gather(sizes, torch.tensor([len(data)], device=device))

@@ -51,6 +51,10 @@ class Board:
         text = json.dumps(value)
         return json.loads(self._store.compare_set(key, "", text))
 
+    def count(self, key: str) -> int:
+        """Adds one to a number that began at 0, and returns it."""
+        return int(self._store.add(key, 1))
+
     def read(self, keys: Iterable[str]) -> dict[str, Any]:
         """The values of those keys that have one."""
         wanted = list(keys)

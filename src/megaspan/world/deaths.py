@@ -19,18 +19,34 @@ def sign_in(board: Board, rank: int) -> None:
     board.write(f"who/{rank}", {"pid": os.getpid(), "node": node()})
 
 
-def find_death(board: Board, size: int) -> str | None:
+def find_death(board: Board, size: int, session: str = "") -> str | None:
     """A sentence on a rank of this machine that is gone without a word; None where there is none."""
-    notes = board.read(f"{kind}/{rank}" for kind in ("left", "who") for rank in range(size))
+    who = board.read(f"who/{rank}" for rank in range(size))
     for rank in range(size):
-        who: dict[str, Any] | None = notes.get(f"who/{rank}")
-        if who is None or f"left/{rank}" in notes or who["node"] != node() or _alive(who["pid"]):
+        process: dict[str, Any] | None = who.get(f"who/{rank}")
+        if process is None or process["node"] != node() or _alive(process["pid"]) or rank in left(board, size, session):
             continue
-        last = board.read([f"left/{rank}", f"beat/{rank}"])
-        if f"left/{rank}" not in last:  # it may have said so since
-            phase = last[f"beat/{rank}"][2] if f"beat/{rank}" in last else "start"
-            return f"rank {rank} died in {phase!r} without a word (a crash, or killed as for lack of host memory)"
+        beat = f"{session}beat/{rank}"
+        note = board.read([beat]).get(beat)
+        phase = "start" if note is None else note[2]
+        return f"rank {rank} died in {phase!r} without a word (a crash, or killed as for lack of host memory)"
     return None
+
+
+def left(board: Board, size: int, session: str = "") -> dict[int, int]:
+    """The ranks that have ended, with their exit codes, and those that are done with this session, with 0.
+
+    A process may join several times, one trainer after the other: each is a session, and an exit code ends all of them.
+    """
+    keys = {rank: (f"{session}left/{rank}", f"left/{rank}") for rank in range(size)}
+    notes = board.read({key for both in keys.values() for key in both})
+    found: dict[int, int] = {}
+    for rank, (here, anywhere) in keys.items():
+        if code := notes.get(anywhere):
+            found[rank] = code
+        elif here in notes:
+            found[rank] = notes[here]
+    return found
 
 
 def _alive(pid: int) -> bool:

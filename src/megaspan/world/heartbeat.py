@@ -18,11 +18,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from megaspan.human import format_seconds
+from megaspan.world.agreement import node
 from megaspan.world.board import Board
-from megaspan.world.deaths import find_death, sign_in
+from megaspan.world.deaths import find_death, left, sign_in
 from megaspan.world.judge import Seen, culprits, sentence
 from megaspan.world.launched import Launch
 
@@ -45,10 +46,13 @@ class Limits:
 NAME_FACTOR, END_FACTOR = 2.0, 5.0
 # Seconds that a rank may need until it writes for the first time: imports from a cold network disk.
 START_PATIENCE = 120.0
+_Result = TypeVar("_Result")
 
 
 class Heartbeat:
     """This rank's beats, and the thread that watches all of them. Closed by `close`; a rank that fails just ends.
+
+    A script may train twice, with a heartbeat each: what they write is told apart by a number that every rank counts alike.
 
     Args:
         started: the launch, of several ranks.
@@ -75,6 +79,8 @@ class Heartbeat:
         self._closed = threading.Event()
         self._board = Board(started)
         sign_in(self._board, started.rank)
+        number = self._board.count(f"joined/{started.rank}")
+        self._session = "" if number == 1 else f"{number}/"
         self._thread = threading.Thread(target=self._watch, name="megaspan-heartbeat", daemon=True)
         self._thread.start()
 
@@ -111,22 +117,38 @@ class Heartbeat:
         self.stopped = True
         return self._signal
 
+    def in_turn(self, what: str, first: bool, act: Callable[[], _Result]) -> _Result:
+        """Runs `act` on the rank of a machine that is `first`, then on its others. It may take any time.
+
+        Args:
+            what: a name for it, used once.
+            first: this rank does not wait.
+            act: what to do.
+        """
+        board, key = Board(self._launch), f"{self._session}done/{what}/{node()}"
+        if first:
+            result = act()
+            board.write(key, True)
+            return result
+        while key not in board.read([key]):
+            time.sleep(0.05)
+        return act()
+
     def close(self, wait: float = 600.0) -> None:
         """Waits until every rank is done, so that none ends while another still needs it, and stops watching."""
         if self._closed.is_set():
             return
         self.beat("end", None)
-        mine = f"left/{self._launch.rank}"
+        rank, size = self._launch.rank, self._launch.world_size
         try:
             board = Board(self._launch, wait=5.0)
-            code = board.read([mine]).get(mine)
+            code = left(board, size, self._session).get(rank)
             if code is None:
-                board.write(mine, 0)
+                board.write(f"{self._session}left/{rank}", 0)
             self.failed = bool(code) and not self.stopped
             if not self.failed:
                 until = time.monotonic() + wait
-                everyone = [f"left/{rank}" for rank in range(self._launch.world_size)]
-                while len(board.read(everyone)) < len(everyone) and time.monotonic() < until:
+                while len(left(board, size, self._session)) < size and time.monotonic() < until:
                     time.sleep(0.05)
         except RuntimeError:
             pass  # the store has ended, with the rank or launcher that served it: nobody is left to wait for
@@ -144,45 +166,42 @@ class Heartbeat:
                     self._finish(1, "the launcher, or the rank that served its store, is gone")
 
     def _look(self) -> None:
-        rank, size = self._launch.rank, self._launch.world_size
+        rank, size, here = self._launch.rank, self._launch.world_size, self._session
         with self._lock:
             if self._wish is not None and self._signal is None:
-                self._board.first("halt", self._wish)
+                self._board.first(f"{here}halt", self._wish)
             frozen = self._frozen
         self._tick += 1
         count, phase, patience, at = self._beat
         where, waits = location() if time.monotonic() - at > self._limits.name / 2 else ("", False)
-        self._board.write(f"beat/{rank}", [self._tick, count, phase, patience, frozen, where, waits])
-        notes = self._board.read(["failure", "halt", *(f"{kind}/{r}" for kind in ("left", "beat") for r in range(size))])
-        left = {r: notes[f"left/{r}"] for r in range(size) if f"left/{r}" in notes}
-        if rank in left:
+        self._board.write(f"{here}beat/{rank}", [self._tick, count, phase, patience, frozen, where, waits])
+        notes = self._board.read(["failure", f"{here}halt", *(f"{here}beat/{r}" for r in range(size))])
+        gone = left(self._board, size, here)
+        if rank in gone:
             return  # this rank is on its way out, by its own account
         if "failure" in notes:
             self._finish(notes["failure"]["code"])
-        if "halt" not in notes and (codes := [code for code in left.values() if code > 128]):
+        if f"{here}halt" not in notes and (codes := [code for code in gone.values() if code > 128]):
             self._finish(codes[0])  # a signal ended another rank outside of all boundaries, so there is nothing to save
-        if death := find_death(self._board, size):
+        if death := find_death(self._board, size, here):
             self._finish(1, death)
-        if "halt" in notes:
-            self._halt(notes)
-        self._judge(notes, left)
+        beats = {r: notes[f"{here}beat/{r}"] for r in range(size) if f"{here}beat/{r}" in notes}
+        if f"{here}halt" in notes:
+            self._halt(notes[f"{here}halt"], beats)
+        self._judge(beats, gone)
 
-    def _halt(self, notes: dict[str, Any]) -> None:
+    def _halt(self, signum: int, beats: dict[int, list[Any]]) -> None:
         with self._lock:
             if self._frozen is None:
-                self._signal, self._frozen = notes["halt"], self._boundaries
-        beats = [notes.get(f"beat/{r}") for r in range(self._launch.world_size)]
-        places = [beat[4] for beat in beats if beat is not None and beat[4] is not None]
-        if len(places) == len(beats) and not self._agreed.is_set():
+                self._signal, self._frozen = signum, self._boundaries
+        places = [beat[4] for beat in beats.values() if beat[4] is not None]
+        if len(places) == self._launch.world_size and not self._agreed.is_set():
             self._target = max(places) + 1
             self._agreed.set()
 
-    def _judge(self, notes: dict[str, Any], left: dict[int, int]) -> None:
+    def _judge(self, beats: dict[int, list[Any]], gone: dict[int, int]) -> None:
         now, limits = time.monotonic(), self._limits
-        for rank in range(self._launch.world_size):
-            note = notes.get(f"beat/{rank}")
-            if note is None:
-                continue
+        for rank, note in beats.items():
             known = self._seen.get(rank)
             moved = now if known is None or known[0][1] != note[1] else known[1]
             written = now if known is None or known[0][0] != note[0] else known[2]
@@ -190,9 +209,9 @@ class Heartbeat:
         seen = {
             rank: Seen(note[1], note[2], note[3], now - moved, now - written, note[5], note[6])
             for rank, (note, moved, written) in self._seen.items()
-            if rank not in left
+            if rank not in gone
         }
-        for rank in set(range(self._launch.world_size)) - set(self._seen) - set(left):
+        for rank in set(range(self._launch.world_size)) - set(self._seen) - set(gone):
             seen[rank] = Seen(-1, "start", START_PATIENCE, now - self._began)
         speaker = min((rank for rank, each in seen.items() if each.absent < limits.name / 2), default=None)
         if ending := culprits(seen, limits.end, END_FACTOR):

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import atexit
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from megaspan.world.axes import DeviceAxes, Mesh, device_axes, mesh
 from megaspan.world.devices import device
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 # that is right: a rank that saves alone, a layer of eight million tokens.
 COLLECTIVE_TIMEOUT = timedelta(hours=2)
 
+_Result = TypeVar("_Result")
 CONNECT_PATIENCE = 60.0  # seconds that the first contact of many nodes may take
 
 
@@ -58,6 +60,18 @@ class Ranks:
     def boundary(self, signum: int | None) -> int | None:
         """The signal to stop for at this place, on all ranks or on none; see `Heartbeat.boundary`."""
         return signum if self.heart is None else self.heart.boundary(signum)
+
+    def in_turn(self, what: str, act: Callable[[], _Result]) -> _Result:
+        """Runs `act` on the first rank of each machine, then on the others, which find on its disk what the first has made.
+
+        Args:
+            what: a name for it, used once.
+            act: what to do; it may take any time.
+        """
+        if self.heart is None:
+            return act()
+        self.beat(what, None)
+        return self.heart.in_turn(what, self.mesh.local_rank == 0, act)
 
     def connect(self) -> DeviceAxes | None:
         """Makes the process group (gloo for the host, nccl for the GPUs) and torch's meshes; None for one process.
