@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from megaspan.attention.layout import lay_out
 from megaspan.human import UserError
-from megaspan.layers.dropout import counter_mask, install_dropout, other_randomness
+from megaspan.layers.dropout import counter_mask, install_dropout, other_randomness, row_seed
 from megaspan.layers.fused import Fused
 from tests.models import tiny
 
@@ -81,6 +82,8 @@ def test_the_mask_is_its_definition(step, layer, module, first, p):
 
 
 GOLDEN = ["0xdbdd7dee", "0xf72ff4af", "0xc9177dab", "0xf7fee9f9"]
+
+SEED = 2125775838161842321  # of a row; may never change either
 
 
 def test_the_mask_of_old_runs():
@@ -213,6 +216,22 @@ def test_tokens_that_are_not_neighbours():
     assert torch.equal(mask_of(handle, layer, x[:, :7], first_token=order[:7]), whole[:, order[:7]])
 
 
+@pytest.mark.parametrize(("documents", "cp", "sp"), [((41,), 2, 1), ((41,), 4, 1), ((3, 1, 30, 7), 2, 2), ((1,), 4, 1)])
+def test_a_row_on_many_ranks_has_the_masks_of_one(documents, cp, sp):
+    """Shards of a real layout, in tiles of 5 tokens, padding and ranks without a token included."""
+    layer, row = Layer(), sum(documents)
+    handle, layout = install_dropout([layer]), lay_out(documents, cp, sp_size=sp)
+    whole, got = mask_of(handle, layer, torch.ones(1, row, 6), step=8, index=2)[0], {}
+    for rank in range(cp):
+        numbers = torch.from_numpy(layout.token_index(rank))
+        numbers = torch.where(numbers < 0, row + torch.arange(len(numbers)), numbers)
+        for part in range(sp):
+            for tile in numbers[layout.part(part)].split(5):
+                mask = mask_of(handle, layer, torch.ones(1, len(tile), 6), step=8, index=2, first_token=tile, tokens=len(tile))
+                got |= dict(zip(tile.tolist(), mask[0], strict=True))
+    assert torch.equal(torch.stack([got[token] for token in range(row)]), whole)
+
+
 def test_rows_of_a_batch_have_masks_of_their_own():
     layer, x = Layer(), torch.ones(3, 40, 6)
     handle = install_dropout([layer])
@@ -330,6 +349,33 @@ def test_the_number_of_a_step_comes_from_the_generator_that_checkpoints_hold():
     assert torch.equal(before, torch.get_rng_state())
     with empty.at(empty.step_seed, 0):
         assert empty._place is None
+
+
+def test_the_number_of_a_row_that_was_given():
+    """On every rank the same, without a word and without a draw; later stretches of the same call get others."""
+    handle, before = install_dropout([Layer()]), torch.get_rng_state()
+    with handle.row(row_seed(42, 7, 3)):
+        handle.draw()
+        first = handle.step_seed
+        handle.draw()
+        second = handle.step_seed
+    with handle.row(first):
+        handle.draw()
+        assert handle.step_seed == first == row_seed(42, 7, 3) != second
+        handle.draw()
+        assert handle.step_seed == second
+    assert torch.equal(before, torch.get_rng_state())
+    with handle.row(None):
+        handle.draw()
+    assert handle.step_seed not in (first, second)
+    assert not torch.equal(before, torch.get_rng_state())
+
+
+def test_numbers_of_rows_are_distinct_and_stay():
+    numbers = {row_seed(*each) for each in itertools.product((0, 42), range(20), range(20))}
+    assert len(numbers) == 800
+    assert all(0 <= number < 2**62 for number in numbers)
+    assert row_seed(42, 7, 3) == SEED
 
 
 def test_two_steps_in_flight():

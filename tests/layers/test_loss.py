@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -497,6 +498,26 @@ def test_dropout_of_an_adapter_is_drawn_anew_and_used_for_its_gradients(tile: in
     for ours, theirs in zip(gradients(got, tensors), gradients(want, tensors), strict=True):
         torch.testing.assert_close(ours, theirs)
     assert linear_cross_entropy(x, dropped, labels, tile_tokens=tile).loss.item() != want.item()
+
+
+@pytest.mark.parametrize("loss", [linear_cross_entropy, plain_cross_entropy])
+@pytest.mark.parametrize("shards", [1, 2, 4])
+def test_dropout_of_an_adapter_on_shards_is_that_of_the_row(loss: Callable[..., LossSums], shards: int) -> None:
+    """Tokens in any order on any rank, labels spread unevenly: sums of loss and gradients, for a given number of the row."""
+    x, head, labels = make("lora", 23, 8, 13)
+    labels[[4, 9, 10]] = -100
+    deltas = tuple(replace(delta, dropout=dropout) for delta, dropout in zip(head.deltas, (0.4, 0.1), strict=True))
+    dropped, tensors = Head(head.weight_VE, None, deltas), leaves(x, head)
+    whole = linear_cross_entropy(x, dropped, labels, tile_tokens=5, seed=77).loss
+    before, order = torch.get_rng_state(), torch.randperm(23, generator=torch.Generator().manual_seed(1))
+    parts = [
+        loss(x[part], dropped, labels[part], tile_tokens=3, tokens=part, seed=77).loss for part in order.tensor_split(shards)
+    ]
+    assert torch.equal(before, torch.get_rng_state())
+    torch.testing.assert_close(sum(parts), whole)
+    for ours, theirs in zip(gradients(sum(parts), tensors), gradients(whole, tensors), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert loss(x, dropped, labels, tile_tokens=5, seed=78).loss.item() != pytest.approx(whole.item())
 
 
 @pytest.mark.parametrize("loss", [linear_cross_entropy, plain_cross_entropy])

@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
-from megaspan.layers.dropout import DropoutHandle, counter_mask, install_dropout
+from megaspan.layers.dropout import DropoutHandle, counter_mask, install_dropout, row_seed
+from megaspan.model import prepare
+from tests.model.support import plan, settings
 from tests.models import assert_same_gradients, batch, gradients, tiny
 
 RATE, STEP, TOKENS = 0.3, 1234567, 29
@@ -155,3 +157,18 @@ def test_kinds_of_adapters(settings: dict[str, Any]) -> None:
     for index, layer in enumerate(layers_of(model)):
         layer.forward = again(layer, handle, index)
     check(model, plain)
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+@pytest.mark.parametrize("loss_type", ["chunked_nll", "nll"])
+def test_a_prepared_model_takes_the_number_of_the_row(streamed: bool, loss_type: str) -> None:
+    """Layers and head: whatever the generators' states are, a number gives one loss, and another number another."""
+    model = adapted(target_modules=["q_proj", "down_proj", "lm_head"])
+    prepare(model, settings(loss_type=loss_type), plan(streamed=streamed))
+    losses = []
+    for seed in (row_seed(0, 1, 2), row_seed(0, 1, 2), row_seed(0, 1, 3)):
+        before = torch.get_rng_state()
+        losses.append(model(**batch(TOKENS), megaspan_seed=seed).loss.item())
+        assert torch.equal(before, torch.get_rng_state())
+        torch.manual_seed(len(losses))
+    assert losses[0] == losses[1] != losses[2]

@@ -15,6 +15,11 @@ Words of 32 bits would not do: of a million channels of a model some 200 would s
 The words are made once (8 bytes for each token of the row, and for each channel of a model's dropouts), so that an entry costs
 ten integer operations, in the pass that reads and writes it; the backward is the same pass over the gradient.
 
+The number of a forward (`step_seed`) is one for all ranks that share a row, and another one for every row. Who trains on many
+ranks gives it: `model(..., megaspan_seed=row_seed(args.seed, step, number))`, where `number` is the row's in the window of all
+data ranks. It needs no word between ranks, and a run that goes on with other ranks than it began with draws what it would have
+drawn. Where none is given it is drawn from torch's CPU generator, whose state a checkpoint holds.
+
 Sources: random numbers by counter, Salmon et al., SC 2011; the words are SplitMix64 (Steele, Lea and Flood, OOPSLA 2014, with
 Stafford's constants) over a key from BLAKE2; rounds and constants of an entry are those of Wellons' lowbias32 (2018).
 """
@@ -78,6 +83,18 @@ def counter_mask(
     return _kept(token_words, channel_words, _threshold(p))
 
 
+def row_seed(seed: int, step: int, row: int) -> int:
+    """The number that dropout of a row's forward and backward is drawn from, below 2**62; the same in every layout.
+
+    Args:
+        seed: of the run.
+        step: optimizer step.
+        row: the row's number in the window, counted over all micro-batches and data ranks.
+    """
+    digest = hashlib.blake2b(f"seed {seed} step {step} row {row}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 2
+
+
 def other_randomness(layer: nn.Module) -> str | None:
     """What in a training forward of `layer` may still draw from the random generators; None where nothing does.
 
@@ -139,6 +156,8 @@ class DropoutHandle:
 
     def __init__(self, fused: Fused | None = None) -> None:
         self.step_seed: int | None = None
+        self._given: int | None = None
+        self._drawn = 0
         self._fused = fused or Fused()
         self._place: Place | None = None
         self._modules: list[nn.Module] = []
@@ -154,9 +173,27 @@ class DropoutHandle:
         """How many modules are by counter."""
         return len(self._modules)
 
+    @contextmanager
+    def row(self, seed: int | None) -> Iterator[None]:
+        """The forward inside takes `seed` (`row_seed`) as its number, further ones what follows from it; None: they draw.
+
+        A call of a model whose batch is several stretches of tokens (padded rows) is several forwards.
+        """
+        before, self._given, self._drawn = self._given, seed, 0
+        try:
+            yield
+        finally:
+            self._given = before
+
     def draw(self) -> None:
-        """A training forward of a row begins: draws its number from torch's CPU generator, which a checkpoint holds."""
-        self.step_seed = int(torch.randint(2**62, ())) if self._modules else None
+        """A training forward of a row begins: takes the number that was given for it, or draws one from the CPU generator."""
+        if not self._modules:
+            self.step_seed = None
+        elif self._given is None:
+            self.step_seed = int(torch.randint(2**62, ()))
+        else:
+            self.step_seed = self._given if self._drawn == 0 else row_seed(self._given, 0, self._drawn)
+            self._drawn += 1
 
     @contextmanager
     def at(self, step_seed: int | None, layer: int, first_token: int | Tensor = 0, tokens: int | None = None) -> Iterator[None]:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from megaspan.human import UserError
+from megaspan.layers.dropout import counter_mask
 
 _MULTIPLIERS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
 _DIVIDERS = ("logits_scaling",)
@@ -65,12 +66,20 @@ class Head:
         """Number of logits per token."""
         return self.weight_VE.shape[0]
 
-    def linear(self, hidden_tE: Tensor) -> Tensor:
-        """The layer's own output, [t, V], by ordinary operations in the order of `nn.Linear` and PEFT."""
+    def linear(self, hidden_tE: Tensor, numbers_t: Tensor | None = None, step_seed: int | None = None) -> Tensor:
+        """The layer's own output, [t, V], by ordinary operations in the order of `nn.Linear` and PEFT.
+
+        Args:
+            hidden_tE: last hidden states.
+            numbers_t: numbers of the tokens, int64 [t], for dropout.
+            step_seed: the number that dropout is drawn from; without the two there is none.
+        """
         result_tV = nn.functional.linear(hidden_tE, self.weight_VE, self.bias_V)
         dtype = result_tV.dtype
-        for delta in self.deltas:
-            input_tE = nn.functional.dropout(hidden_tE.to(delta.a_RE.dtype), delta.dropout)
+        for number, delta in enumerate(self.deltas):
+            input_tE = hidden_tE.to(delta.a_RE.dtype)
+            if delta.dropout and numbers_t is not None and step_seed is not None:
+                input_tE = input_tE * head_mask(step_seed, number, numbers_t, input_tE, delta.dropout)
             low_tR = nn.functional.linear(input_tE, delta.a_RE)
             result_tV = result_tV + nn.functional.linear(low_tR, delta.b_VR) * delta.scaling
         return result_tV.to(dtype)
@@ -95,6 +104,20 @@ class Head:
         if self.softcap is not None:
             text = f"{self.softcap:g}·tanh(({text})/{self.softcap:g})"
         return text
+
+
+def head_mask(step_seed: int, adapter: int, first_token: int | Tensor, input_nE: Tensor, p: float) -> Tensor:
+    """What dropout multiplies the input of an adapter on the head by, [n, E]: 0 or 1 / (1 - p).
+
+    Args:
+        step_seed: the number it is drawn from.
+        adapter: which of the head's.
+        first_token: number of the first token, or of each, int64 [n].
+        input_nE: the input, in fp32 at least.
+        p: probability that an entry is dropped.
+    """
+    kept_nE = counter_mask(step_seed, -1, f"head {adapter}", first_token, *input_nE.shape, p, input_nE.device)
+    return kept_nE.to(input_nE.dtype) / (1 - p)
 
 
 def head_of(model: nn.Module) -> Head:

@@ -93,6 +93,8 @@ def linear_cross_entropy(
     tile_tokens: int,
     weights_t: Tensor | None = None,
     incoming: float | Tensor = 1.0,
+    tokens: Tensor | None = None,
+    seed: int | None = None,
 ) -> LossSums:
     """Sums of the cross-entropy of `head` on `hidden_tE`, never holding more than one tile of logits.
 
@@ -109,6 +111,10 @@ def linear_cross_entropy(
         incoming: gradient that the loss is expected to get in the backward, above 0: 1/N where the caller divides by N. Any
             other is right too, but the hidden states' gradient is then rounded once when it is made and once when it is scaled,
             and two roundings of bf16 can leave up to 0.4 % on all of it.
+        tokens: number of each token in its row, int64 [t], which dropout of an adapter on the head depends on: those of a shard
+            on a rank that holds one; None for 0 to t - 1. Of padding any number.
+        seed: the number that this dropout is drawn from, the same on all ranks that share a row (`dropout.row_seed`); None: one
+            from torch's CPU generator.
 
     Raises:
         UserError: shapes or types do not fit, or a label is outside the vocabulary.
@@ -131,7 +137,8 @@ def linear_cross_entropy(
         scale=head.scale,
         softcap=head.softcap,
         adapters=tuple((delta.scaling, delta.dropout) for delta in head.deltas),
-        step_seed=int(torch.randint(2**62, ())) if any(delta.dropout for delta in head.deltas) else None,
+        numbers_n=tokens if tokens is None or rows_n is None else tokens.index_select(0, rows_n),
+        step_seed=_seed(head, seed),
         tile=launch_rows(tile_tokens, head.vocab),
         dtype=dtype,
         wanted=tuple(tensor is not None and tensor.requires_grad and torch.is_grad_enabled() for tensor in tensors),
@@ -150,18 +157,23 @@ def plain_cross_entropy(
     tile_tokens: int = 0,
     weights_t: Tensor | None = None,
     incoming: float | Tensor = 1.0,
+    tokens: Tensor | None = None,
+    seed: int | None = None,
 ) -> LossSums:
     """The same sums by full logits and ordinary autograd, in transformers' order and precision: `loss_type: nll`.
 
     Logits are made in the head's own type and turned into fp32 for the cross-entropy: 9 and 19 GiB for 32,768 tokens of a
     151,936-word model, and as much again for their gradients. `tile_tokens` and `incoming` belong to the common signature:
-    nothing is tiled, and autograd knows the incoming gradient.
+    nothing is tiled, and autograd knows the incoming gradient. Dropout of an adapter draws the same masks as there.
 
     Raises:
         UserError: as `linear_cross_entropy`.
     """
     rows_n, labels_n, weights_n = _labelled(hidden_tE, head, labels_t, weights_t)
-    logits_nV = head.finish(head.linear(hidden_tE if rows_n is None else hidden_tE.index_select(0, rows_n)))
+    numbers_t = torch.arange(len(labels_t), device=labels_t.device) if tokens is None else tokens
+    numbers_n = numbers_t if rows_n is None else numbers_t.index_select(0, rows_n)
+    hidden_nE = hidden_tE if rows_n is None else hidden_tE.index_select(0, rows_n)
+    logits_nV = head.finish(head.linear(hidden_nE, numbers_n, _seed(head, seed)))
     logits_nV = logits_nV.to(torch.promote_types(logits_nV.dtype, torch.float32))
     if weights_n is None:
         loss = torch.nn.functional.cross_entropy(logits_nV, labels_n, reduction="sum")
@@ -212,6 +224,13 @@ def _labelled(
                 do="check that the rows were made with this model's tokenizer",
             )
     return everything, labels_n, weights_n
+
+
+def _seed(head: Head, given: int | None) -> int | None:
+    """The number that dropout of the head's adapters is drawn from; None without any."""
+    if not any(delta.dropout for delta in head.deltas):
+        return None
+    return int(torch.randint(2**62, ())) if given is None else given
 
 
 def _gradient_dtype(tensor: Tensor) -> torch.dtype | None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megaspan.layers.dropout import counter_mask
+from megaspan.layers.head import head_mask
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +36,7 @@ class TileJob:
         scale: multiplier of the logits.
         softcap: bound of the logits, or None.
         adapters: scaling and dropout of each low-rank delta.
+        numbers_n: number of each of those rows' tokens in its row of the batch, int64; None: their numbers in this call.
         step_seed: the number that dropout of this call's adapters is drawn from, whatever the tile; None without dropout.
         tile: rows of logit gradients held at once.
         dtype: of the matrix products.
@@ -50,6 +51,7 @@ class TileJob:
     scale: float
     softcap: float | None
     adapters: tuple[tuple[float, float], ...]
+    numbers_n: Tensor | None
     step_seed: int | None
     tile: int
     dtype: torch.dtype
@@ -153,7 +155,8 @@ class _Tiles:
         rows_n = None if self.job.rows_n is None else self.job.rows_n[start:stop]
         hidden_nE = self.hidden_tE[start:stop] if rows_n is None else self.hidden_tE.index_select(0, rows_n)
         hidden_nE = hidden_nE.to(self.job.dtype)
-        deltas = self._deltas(hidden_nE, start if rows_n is None else rows_n)
+        numbers_n = rows_n if self.job.numbers_n is None else self.job.numbers_n[start:stop]
+        deltas = self._deltas(hidden_nE, start if numbers_n is None else numbers_n)
         for first in range(start, stop, self.slab):
             self._slab(slice(first - start, min(first + self.slab, stop) - start), start, hidden_nE, deltas)
         for index, delta in enumerate(deltas):
@@ -217,9 +220,7 @@ class _Tiles:
         for number, ((scaling, dropout), a_RE, b_VR) in enumerate(factors):
             input_nE, keep_nE = hidden_nE.to(self.stats), None
             if self.job.step_seed is not None and dropout:
-                rows, channels, name = *input_nE.shape, f"head {number}"
-                kept = counter_mask(self.job.step_seed, -1, name, first_row, rows, channels, dropout, input_nE.device)
-                keep_nE = kept.to(self.stats) / (1 - dropout)
+                keep_nE = head_mask(self.job.step_seed, number, first_row, input_nE, dropout)
                 input_nE = input_nE * keep_nE
             low_nR = torch.mm(input_nE, a_RE.t()) * scaling
             deltas.append(_Delta(a_RE, b_VR, scaling, input_nE, keep_nE, low_nR, torch.empty_like(low_nR)))

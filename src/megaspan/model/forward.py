@@ -22,11 +22,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.generic import ModelOutput
 
 from megaspan.human import UserError
+from megaspan.layers.dropout import DropoutHandle
 from megaspan.model.limits import check_logits_fit, device_of, free_bytes, past_window
 from megaspan.model.rows import Piece, check_covered, cut, shift
 from megaspan.model.tables import gathered_head
 
-_INPUTS = ("input_ids", "attention_mask", "position_ids", "inputs_embeds", "labels", "shift_labels", "num_items_in_batch")
+_OURS = ("labels", "shift_labels", "num_items_in_batch", "megaspan_seed")
+_INPUTS = ("input_ids", "attention_mask", "position_ids", "inputs_embeds", *_OURS)
 _NEUTRAL = {"use_cache": (None, False), "return_dict": (None, True, False), "logits_to_keep": (None, 0)}
 """Other arguments of transformers' forwards that mean nothing when there are labels, at these values."""
 
@@ -66,6 +68,7 @@ class Settings:
         checkpoint_seam: a checkpointed layer and the function that `prepare` gave it, to see whether it is still there.
         balancing: around forwards of the model, collects what the router's balance loss is made of; None where its layers do
             not stream or its loss is not known.
+        dropout: the layers' dropouts by counter, where layers are checkpointed.
     """
 
     original: Callable[..., Any]
@@ -76,6 +79,7 @@ class Settings:
     host_bytes: int
     checkpoint_seam: tuple[torch.nn.Module, Any] | None = None
     balancing: Callable[[Any], AbstractContextManager[Any]] | None = None
+    dropout: DropoutHandle | None = None
 
 
 def long_forward(model: PreTrainedModel, settings: Settings, arguments: dict[str, Any]) -> Any:
@@ -96,9 +100,7 @@ def long_forward(model: PreTrainedModel, settings: Settings, arguments: dict[str
 
 def _without_labels(model: PreTrainedModel, settings: Settings, arguments: dict[str, Any]) -> Any:
     """The model's own forward; under the long attention unless the call needs a mask, which that does not know."""
-    arguments = {
-        name: value for name, value in arguments.items() if name not in ("labels", "shift_labels", "num_items_in_batch")
-    }
+    arguments = {name: value for name, value in arguments.items() if name not in _OURS}
     if not _needs_mask(arguments):
         return settings.original(**arguments)
     long_attention = model.config._attn_implementation
@@ -140,7 +142,8 @@ def _with_labels(model: Any, settings: Settings, arguments: dict[str, Any]) -> A
     wanted = extra["output_router_logits"]
     wanted = bool(getattr(model.config, "output_router_logits", False) if wanted is None else wanted)
     collecting = settings.balancing(model) if wanted and settings.balancing is not None else nullcontext()
-    with collecting as balance:
+    seed = arguments.get("megaspan_seed")
+    with collecting as balance, nullcontext() if settings.dropout is None else settings.dropout.row(seed):
         hidden_tE, routers = _backbone(model, arguments, pieces, router=wanted and balance is None)
     labels_t = torch.cat([shifted_bT[piece.row, piece.start : piece.stop] for piece in pieces])
     labels_t = labels_t.to(hidden_tE.device, torch.int64)
@@ -153,7 +156,7 @@ def _with_labels(model: Any, settings: Settings, arguments: dict[str, Any]) -> A
         items = labels_t.ne(-100).sum() if items is None else torch.as_tensor(items, device=labels_t.device)
         items = items.clamp(min=1)
         # With the divisor known the gradient of the hidden states is rounded once, not once more when it is scaled.
-        sums = loss_function(hidden_tE, head, labels_t, tile_tokens=settings.tile_tokens, incoming=1 / items)
+        sums = loss_function(hidden_tE, head, labels_t, tile_tokens=settings.tile_tokens, incoming=1 / items, seed=seed)
     loss = sums.loss / items
     aux_loss = None
     if balance is not None:

@@ -278,6 +278,8 @@ def _checkpoint(model: PreTrainedModel, state: Levers) -> None:
         state.disk.judge(row, plan.seconds, state.args.allow_slow_disk)
     layer = checkpointed_layers(model)[0]
     state.settings = replace(state.settings, checkpoint_seam=(layer, layer.__dict__["_gradient_checkpointing_func"]))
+    general = state.checkpointing.general if isinstance(state.checkpointing, Streaming) else state.checkpointing
+    state.settings = replace(state.settings, dropout=general.dropout)
     if isinstance(state.checkpointing, Streaming) and state.checkpointing.balances:
         state.settings = replace(state.settings, balancing=state.checkpointing.balancing)
 
