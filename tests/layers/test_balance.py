@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
-from megaspan.layers.balance import balance_loss, knows_balance, probability_sum, sums_of
-from tests.layers.test_routing import BALANCED, MOE, distance
+from megaspan.attention.context import RowRanks
+from megaspan.layers.balance import Balance, balance_loss, knows_balance, probability_sum, sums_of
+from megaspan.layers.routing import Router, find_router, watching
+from tests.gloo import run_ranks
+from tests.layers.test_routing import BALANCED, MOE, distance, rows, run, tiled
 from tests.models import tiny
 
 
@@ -58,3 +64,57 @@ def test_bf16_logits_are_summed_in_fp32() -> None:
     logits = torch.randn(20_000, 4, generator=torch.Generator().manual_seed(0)).bfloat16()
     got = sums_of(logits, 1)
     torch.testing.assert_close(got.probabilities_X.double(), logits.double().softmax(-1).sum(0), rtol=1e-6, atol=0)
+
+
+# --- ranks that share a row -------------------------------------------------------------------------------------------------
+
+
+def _way(way: str, layer: Any, x: torch.Tensor, balance: Balance) -> None:
+    """A layer's MLP in one of the ways in which a model runs it."""
+    router = find_router(layer)
+    assert isinstance(router, Router)
+    if way == "streamed":
+        tiled(layer, x.requires_grad_(), (3, 2), balance)
+        return
+    with torch.set_grad_enabled(way != "evaluated"), watching(layer, router, balance):
+        if way == "evaluated":
+            for part in x.split(3, dim=1):
+                run(layer.mlp, part)
+        else:
+            checkpoint(layer.mlp, x, use_reentrant=False)
+
+
+def _ranks_share(rank: int, world: int) -> None:
+    """Rows of 11 tokens in 8 slots of each of two ranks, 5 of them padding; and of 2 tokens, all of the first rank."""
+    groups = (RowRanks(cp=dist.group.WORLD), RowRanks(sp=dist.group.WORLD))
+    for way, length, slots, ranks in (
+        ("streamed", 11, 8, groups[0]), ("checkpointed", 11, 8, groups[1]), ("evaluated", 11, 8, groups[0]),
+        ("streamed", 2, 2, groups[1]), ("checkpointed", 2, 2, groups[0]),
+    ):  # fmt: skip
+        model: Any = tiny("qwen3_moe")
+        whole, shared = Balance(2, 2), None
+        padded = torch.cat([rows(length), 3 * rows(world * slots - length, seed=9)], dim=1)
+        mine = padded[:, rank * slots : (rank + 1) * slots]
+        row: Any = SimpleNamespace(
+            tokens=min(slots, max(0, length - rank * slots)), ranks=ranks, layout=SimpleNamespace(tokens=length)
+        )
+        shared = Balance(2, 2, row)
+        losses, gradients = [], []
+        for x, balance, count in ((rows(length), whole, length), (mine, shared, slots)):
+            for layer in model.model.layers:
+                _way(way, layer, x.clone(), balance)
+            loss = balance.loss(count)
+            model.zero_grad()
+            if way != "evaluated":
+                loss.backward()
+                gradients.append(torch.stack([layer.mlp.gate.weight.grad.clone() for layer in model.model.layers]))
+            losses.append(loss.detach().clone())
+        for ours in (losses[1], *gradients[1:]):
+            dist.all_reduce(ours)
+        torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=0)
+        assert way == "evaluated" or distance(gradients[1], gradients[0]) < 1e-5, (way, length)
+        assert int(shared.over_row(torch.tensor(rank + 1))) == 3
+
+
+def test_shares_of_ranks_are_the_balance_loss_of_the_row() -> None:
+    run_ranks(2, [(_ranks_share, ())])

@@ -5,7 +5,9 @@ share of tokens that chose the expert, P its mean probability. From whole logits
 layers of 128 experts, fp32), kept until the backward. But both factors are sums over tokens. Here every layer hands out two
 vectors, `Sums` of its tokens; the gradient of the loss by a sum of probabilities is one number for each expert, which the
 layer's backward gets and applies tile by tile (`routing.py`). f has no gradient, in transformers' function neither.
-Letters: X experts.
+
+Where a row lies on several ranks, f is of all of them: one all-reduce of X whole numbers a forward. P is each rank's own, so
+that the ranks' losses, and their gradients, add up to the row's. Padding slots are no tokens. Letters: X experts.
 
 Source: Fedus et al. 2022, "Switch Transformers", arXiv 2101.03961, equations 4 to 6; the form is transformers'
 `load_balancing_loss_func`.
@@ -15,10 +17,14 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from megaspan.attention.context import RowContext
 
 
 @dataclass(frozen=True)
@@ -81,10 +87,16 @@ class Balance:
     Args:
         top_k: experts for each token.
         layers: how many have experts.
+        row: how the row lies on ranks; None for a batch that lies on this one.
+
+    Attributes:
+        counted: of each layer's tokens the first so many count, those after them are padding; None for all.
     """
 
-    def __init__(self, top_k: int, layers: int) -> None:
+    def __init__(self, top_k: int, layers: int, row: RowContext | None = None) -> None:
         self.top_k, self.layers = top_k, layers
+        self.counted = None if row is None else row.tokens
+        self._row = row
         self._sums: Sums | None = None
 
     def add(self, sums: Sums) -> None:
@@ -92,18 +104,31 @@ class Balance:
         self._sums = sums if self._sums is None else self._sums + sums
 
     def loss(self, tokens: int) -> Tensor:
-        """The balance loss.
+        """The balance loss; of a row on several ranks this rank's share of it, whose sum over them is the row's.
+
+        All ranks of the row call this together.
 
         Args:
-            tokens: of the batch, as a check that no layer is missing.
+            tokens: of the batch, or slots of this rank, as a check that no layer is missing.
 
         Raises:
             RuntimeError: one is.
         """
         seen = 0 if self._sums is None else self._sums.tokens
+        tokens = tokens if self.counted is None else self.counted
         if self._sums is None or seen != tokens * self.layers:
             raise RuntimeError(f"router logits of {seen} tokens were seen, not of {tokens} in each of {self.layers} layers")
-        return balance_loss(self._sums.probabilities_X, self._sums.counts_X, self._sums.tokens)
+        whole = tokens if self._row is None else self._row.layout.tokens
+        return balance_loss(self._sums.probabilities_X, self.over_row(self._sums.counts_X), whole * self.layers)
+
+    def over_row(self, number: Tensor) -> Tensor:
+        """The sum of a tensor of whole numbers over the ranks of the row; all of them call this together."""
+        groups = () if self._row is None else (self._row.ranks.cp, self._row.ranks.sp)
+        total = number.detach().clone()
+        for group in groups:
+            if group is not None:
+                dist.all_reduce(total, group=group)
+        return total
 
 
 def knows_balance(model: Any) -> bool:

@@ -100,12 +100,14 @@ class Routing:
 
     Args:
         router: from `find_router`.
-        tokens: how many the row has.
+        tokens: how many the row has, or its part on this rank, padding included.
         top_k: experts for each token in the balance loss, or None if that is not asked for.
+        counted: the first so many of the tokens count in the balance loss (`Balance.counted`); None for all.
     """
 
-    def __init__(self, router: Router, tokens: int, top_k: int | None = None) -> None:
+    def __init__(self, router: Router, tokens: int, top_k: int | None = None, counted: int | None = None) -> None:
         self._router, self._tokens, self._top_k = router, tokens, top_k
+        self._counted = tokens if counted is None else counted
         self._chosen: list[Tensor] = []
         self._recorded = 0
         self.sums: Sums | None = None
@@ -133,7 +135,7 @@ class Routing:
         self._recorded += tokens.stop - tokens.start
         if self._top_k is not None:
             for part in logits:
-                found = sums_of(part.detach(), self._top_k)
+                found = sums_of(part.detach()[: self._counted_of(tokens)], self._top_k)
                 self.sums = found if self.sums is None else self.sums + found
 
     @contextmanager
@@ -154,7 +156,11 @@ class Routing:
         if mode.left:
             raise RuntimeError(f"the router of {type(layer).__name__} chose less often than in the forward")
         if self._top_k is not None and torch.is_grad_enabled():
-            probabilities += [probability_sum(part) for part in logits]
+            probabilities += [probability_sum(part[: self._counted_of(tokens)]) for part in logits]
+
+    def _counted_of(self, tokens: slice) -> int:
+        """How many tokens of a tile count."""
+        return max(0, min(tokens.stop, self._counted) - tokens.start)
 
     def report(self, balance: Balance, probabilities_X: Tensor) -> None:
         """Adds what the forward found to `balance`.
@@ -171,6 +177,12 @@ class Routing:
 def watching(layer: nn.Module, router: Router, balance: Balance) -> Iterator[None]:
     """Adds to `balance` what the router of a layer says inside: without gradients, plainly run or checkpointed as a whole."""
     logits: list[Tensor] = []
+    past = 0  # tokens seen before; tiles come in their order
+
+    def counted(logits_tX: Tensor) -> Tensor:
+        nonlocal past
+        first, past = past, past + logits_tX.shape[0]
+        return logits_tX if balance.counted is None else logits_tX[: max(0, balance.counted - first)]
 
     def seen(logits_tX: Tensor) -> None:
         # Of all tiles of all layers they would be too many. Under gradients not inside the layer: what is computed there once
@@ -178,12 +190,12 @@ def watching(layer: nn.Module, router: Router, balance: Balance) -> Iterator[Non
         if torch.is_grad_enabled():
             logits.append(logits_tX)
         else:
-            balance.add(sums_of(logits_tX, balance.top_k))
+            balance.add(sums_of(counted(logits_tX), balance.top_k))
 
     with _within(layer, router, None, seen):
         yield
     for part in logits:
-        balance.add(sums_of(part, balance.top_k))
+        balance.add(sums_of(counted(part), balance.top_k))
 
 
 @contextmanager
