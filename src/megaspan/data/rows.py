@@ -29,12 +29,19 @@ class Row:
             every document, tokens that came masked, padding).
         document_lengths: tokens of each document in the row, in order; without the padding.
         padding: tokens at the end that `pad_to_multiple_of` asked for.
+        attention_lengths: tokens of each stretch of the row that attends only to itself, in order; without the padding.
+            Positions begin anew in each. One, the default, for a row of joined documents, which see each other.
     """
 
     input_ids: np.ndarray
     labels: np.ndarray
     document_lengths: tuple[int, ...]
     padding: int = 0
+    attention_lengths: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.attention_lengths and sum(self.document_lengths):
+            object.__setattr__(self, "attention_lengths", (sum(self.document_lengths),))
 
 
 class Rows:
