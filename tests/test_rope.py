@@ -9,8 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, GptOssConfig, LlamaConfig, PreTrainedConfig, Qwen3Config
 
+from megaspan.attention.layout import lay_out
 from megaspan.human import UserError
-from megaspan.rope import read_back, require_exact, resolve_rope, yarn_attention_factor
+from megaspan.rope import read_back, require_exact, resolve_rope, tables_of_row, yarn_attention_factor
 
 TINY: dict[str, Any] = {
     "hidden_size": 32,
@@ -162,3 +163,70 @@ def test_a_model_without_rotary_positions_reads_back_empty() -> None:
     assert back.entries == ()
     assert back.exact
     assert "no rotary" in str(back)
+
+
+# --- tables that depend on the length of the row ----------------------------------------------------------------------------
+
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32, "factor": 4.0,
+    "short_factor": [1.0 + 0.1 * i for i in range(64)], "long_factor": [2.0 + 0.3 * i for i in range(64)],
+}  # fmt: skip
+BY_LENGTH = {
+    "longrope": LONGROPE,
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
+    "yarn": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32},
+}
+
+
+def rotary(kind: str) -> Any:
+    """A model whose tables change at 32 tokens, and its rotary module."""
+    model = AutoModelForCausalLM.from_config(
+        LlamaConfig(**TINY, max_position_embeddings=128 if kind == "longrope" else 32, rope_parameters=BY_LENGTH[kind])
+    )
+    return model, model.model.rotary_emb
+
+
+@pytest.mark.parametrize("kind", BY_LENGTH)
+@pytest.mark.parametrize(("documents", "cp"), [((70,), 2), ((70,), 4), ((20,), 4), ((40, 3, 9), 2), ((33,), 8)])
+def test_every_rank_rotates_by_the_tables_of_the_whole_row(kind: str, documents: tuple[int, ...], cp: int) -> None:
+    """Bit for bit, though no shard but one has the longest position, and some hold padding only."""
+    layout, x = lay_out(documents, cp), torch.zeros(1, 1, 32)
+    positions = torch.cat([torch.arange(length) for length in documents])
+    _, plain = rotary(kind)
+    want = [table[0] for table in plain(x, positions[None])]
+    for rank in range(cp):
+        model, live = rotary(kind)
+        mine, index = torch.from_numpy(layout.positions(rank)), torch.from_numpy(layout.token_index(rank))
+        with tables_of_row(model, max(documents) - 1):
+            got = live(x, position_ids=mine[None])
+        assert "forward" not in live.__dict__
+        assert all(table.shape == (1, layout.shard_tokens, 128) for table in got)
+        assert torch.equal(live.inv_freq, plain.inv_freq)
+        for table, whole in zip(got, want, strict=True):
+            assert torch.equal(table[0, index >= 0], whole[index[index >= 0]])
+
+
+@pytest.mark.parametrize("kind", BY_LENGTH)
+def test_tables_do_not_remember_earlier_rows(kind: str) -> None:
+    """A row's tables are those of a fresh model, also of one that has seen a longer row (transformers' `dynamic` keeps it)."""
+    (model, live), x = rotary(kind), torch.zeros(1, 1, 32)
+    for length in (90, 40, 20, 50, 33, 32):
+        with tables_of_row(model):
+            got = live(x, torch.arange(length)[None])
+        want = rotary(kind)[1](x, torch.arange(length)[None])
+        assert all(torch.equal(*pair) for pair in zip(got, want, strict=True)), length
+
+
+def test_tables_of_kinds_of_layers() -> None:
+    """Gemma 3 has one for each kind of layer, in one module."""
+    kinds = {"full_attention": BY_LENGTH["dynamic"], "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    config = Gemma3TextConfig(**TINY, max_position_embeddings=32, rope_parameters=kinds, sliding_window_pattern=2)
+    models = [AutoModelForCausalLM.from_config(config).model.rotary_emb for _ in range(2)]
+    x, positions = torch.zeros(1, 1, 32), torch.arange(70)[None]
+    with tables_of_row(models[0]):
+        models[0](x, torch.arange(90)[None], "full_attention")
+    for layer_type in kinds:
+        with tables_of_row(models[0], 69):
+            got = models[0](x, positions[:, :9], layer_type=layer_type)
+        want = models[1](x, positions, layer_type)
+        assert all(torch.equal(short, long[:, :9]) for short, long in zip(got, want, strict=True))

@@ -4,10 +4,15 @@ A configuration can say YaRN while the model rotates by something else: after a 
 uninitialised memory, `model.to(torch.bfloat16)` rounds it to 8 bits (a million positions then collapse to 1,793 phases), a lost
 `rope_theta` falls back to 10,000. None of these raises; the first loss is about 10 instead of 4.3. So the buffers are read from
 the module that the layers call, and compared with a fresh fp32 computation of the same settings by transformers.
+
+Two kinds of scaling have tables that depend on the longest position of a call (`tables_of_row`).
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +22,16 @@ from megaspan.plan.rope_math import RopeChoice, resolve_rope, yarn_attention_fac
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["RopeChoice", "RopeEntry", "RopeReadback", "read_back", "require_exact", "resolve_rope", "yarn_attention_factor"]
+__all__ = [
+    "RopeChoice",
+    "RopeEntry",
+    "RopeReadback",
+    "read_back",
+    "require_exact",
+    "resolve_rope",
+    "tables_of_row",
+    "yarn_attention_factor",
+]
 
 _FULL = "full_attention"
 # The table is recomputed on the CPU in fp32; a GPU's own power function differs from it in the last bits.
@@ -140,6 +154,63 @@ def require_exact(readback: RopeReadback) -> RopeReadback:
                 do="Load the model with from_pretrained or from_config, and cast it by dtype= there, not by model.to(dtype)",
             )
     return readback
+
+
+@contextmanager
+def tables_of_row(model: torch.nn.Module, longest: int | None = None) -> Iterator[None]:
+    """Inside, tables that depend on the longest position of a call are those of one row, and of nothing that ran before.
+
+    `longrope` takes its long factors where a call has a position past the original window; `dynamic` makes its base from the
+    longest position, and keeps it for shorter rows that come later. Of a shard's positions each rank would make tables of its
+    own, and after other rows than before (another number of data ranks, a resumed run) the same row would have other ones.
+
+    Args:
+        model: a transformers model, or one around it.
+        longest: the longest position in the whole row, where the calls inside see a part of it; None where they see all.
+    """
+    changed = []
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        by_layer = isinstance(kinds, dict)
+        kinds = kinds if isinstance(kinds, dict) else {None: kinds}
+        if not any(_by_length(kind) for kind in kinds.values()):
+            continue
+        for layer_type, kind in kinds.items():
+            if "dynamic" in str(kind):
+                _forget(module, f"{layer_type}_" if by_layer else "")
+        if longest is not None and "forward" not in module.__dict__:
+            module.__dict__["forward"] = functools.partial(_with_longest, module.forward, longest)
+            changed.append(module)
+    try:
+        yield
+    finally:
+        for module in changed:
+            del module.__dict__["forward"]
+
+
+def _by_length(kind: Any) -> bool:
+    """As transformers tells them apart."""
+    return isinstance(kind, str) and ("dynamic" in kind or kind == "longrope")
+
+
+def _forget(module: Any, prefix: str) -> None:
+    """Puts a table of the kind `dynamic` back to what it is before the first call."""
+    original: torch.Tensor = getattr(module, f"{prefix}original_inv_freq")
+    current: torch.Tensor = getattr(module, f"{prefix}inv_freq")
+    module.register_buffer(f"{prefix}inv_freq", original.to(current.device, copy=True), persistent=False)
+    setattr(module, f"{prefix}max_seq_len_cached", module.original_max_seq_len)
+
+
+def _with_longest(
+    own: Callable[..., Any], longest: int, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    """The tables of positions [batch, tokens] in a row whose longest position stands elsewhere: one token more, cut off."""
+    import torch
+
+    tokens = position_ids.shape[-1]
+    more = torch.nn.functional.pad(position_ids, (0, 1), value=longest)
+    tables = own(x, more, *args, **kwargs)
+    return tables.narrow(1, 0, tokens) if isinstance(tables, torch.Tensor) else tuple(t.narrow(1, 0, tokens) for t in tables)
 
 
 def _entry(name: str, module: Any, config: Any, layer_type: str | None, table: torch.Tensor) -> RopeEntry:
