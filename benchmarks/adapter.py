@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.compare import PEERS, Outcome, show
+from benchmarks.compare import PEERS, show
+from benchmarks.outcome import Outcome
 from benchmarks.record import Record, wants_a_gpu
 from megaspan.human import parse_bytes, parse_tokens
 

@@ -1,22 +1,27 @@
-"""One measured case in a process of its own: `python -m benchmarks.case '{"system": "trl", …}'`.
+"""One measured case in processes of its own: `python -m benchmarks.case '{"system": "trl", …}' FOLDER`, one for each GPU.
 
-A process per case, so that an out-of-memory error, an allocator setting or a patched library of one case cannot touch the
-next. Random weights are made on the device, rows are random token ids: speed and memory do not depend on what the text says.
-Results go to stdout, one JSON object a line after the word RESULT; everything else is the library's own talk.
+A process per case and GPU, so that an out-of-memory error, an allocator setting or a patched library of one case cannot touch
+the next. Random weights are made on the device, rows are random token ids: speed and memory do not depend on what the text
+says. Results go to stdout, one JSON object a line after the word RESULT; everything else is the library's own talk. Every rank
+says its steps and its failures, the rest is rank 0's to say; nothing is sent between ranks that the library does not send.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import resource
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
+
+from benchmarks.layouts import layout_of
+from benchmarks.start import end_with_parent
+from megaspan import world
 
 TINY: dict[str, Any] = {
     "model_type": "qwen3",
@@ -34,15 +39,22 @@ TINY: dict[str, Any] = {
 
 
 def say(**result: Any) -> None:
-    """One result for the parent."""
-    print("RESULT " + json.dumps(result), flush=True)
+    """One result for the parent; of the ranks behind the first only steps and failures."""
+    started = world.launch()
+    if started.several:
+        if started.rank and not result.keys() & {"step", "failed"}:
+            return
+        result["rank"] = started.rank
+    sys.stdout.flush()
+    sys.stdout.write("RESULT " + json.dumps(result) + "\n")  # one write: ranks share the pipe
+    sys.stdout.flush()
 
 
 class Clock(TrainerCallback):
     """Seconds and peak memory of every optimizer step, the same code for every system."""
 
-    def __init__(self, tokens: int) -> None:
-        self.tokens = tokens
+    def __init__(self, profiled: int = 0) -> None:
+        self.profiled = profiled
         self.begun = 0.0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -57,6 +69,7 @@ class Clock(TrainerCallback):
             torch.cuda.synchronize()
         say(
             step=state.global_step,
+            **({"profiled": True} if state.global_step == self.profiled else {}),
             seconds=time.perf_counter() - self.begun,
             peak_bytes=torch.cuda.max_memory_allocated() if cuda else 0,
             reserved_bytes=torch.cuda.max_memory_reserved() if cuda else 0,
@@ -79,19 +92,28 @@ def shape_of(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def lengths(case: dict[str, Any]) -> list[int]:
-    """Tokens of each step's row; a row of `warm` tokens first compiles what a whole step would pay for otherwise."""
+    """Tokens of each step's rows; a row of `warm` tokens first compiles what a whole step would pay for otherwise."""
     warm = min(case.get("warm", 0), case["tokens"])
     return [warm] * bool(warm) + [case["tokens"]] * case["steps"]
 
 
 def rows(case: dict[str, Any], vocab: int) -> Any:
-    """A row of random tokens for each step."""
+    """Rows of random tokens for each step, one for each rank that has rows of its own."""
     from datasets import Dataset
 
     generator = torch.Generator().manual_seed(1)
+    whole = [length for length in lengths(case) for _ in range(layout_of(case).rows)]
     return Dataset.from_dict(
-        {"input_ids": [torch.randint(3, vocab, (length,), generator=generator).tolist() for length in lengths(case)]}
+        {"input_ids": [torch.randint(3, vocab, (length,), generator=generator).tolist() for length in whole]}
     )
+
+
+def write_shape(folder: Path, config: dict[str, Any]) -> None:
+    """A model folder without weights; ranks that share it never see half a file."""
+    folder.mkdir(exist_ok=True)
+    part = folder / f"config.json.{os.getpid()}"
+    part.write_text(json.dumps(config))
+    part.replace(folder / "config.json")
 
 
 def settings(case: dict[str, Any], folder: Path) -> Any:
@@ -99,8 +121,7 @@ def settings(case: dict[str, Any], folder: Path) -> Any:
     from megaspan import SFTConfig
 
     cuda = torch.cuda.is_available()
-    (folder / "shape").mkdir(exist_ok=True)
-    (folder / "shape" / "config.json").write_text(json.dumps(shape_of(case)))
+    write_shape(folder / "shape", shape_of(case))
     lora = case.get("lora", 0)
     own: dict[str, Any] = {"dtype": "bfloat16"} if cuda and not (case.get("masters") or lora) else {}
     if lora:
@@ -123,7 +144,7 @@ def settings(case: dict[str, Any], folder: Path) -> Any:
         "disable_tqdm": True,
         "train_sampling_strategy": "sequential",
     } | own
-    return SFTConfig(**(own | case.get("options", {})))
+    return SFTConfig(**(own | layout_of(case).options | case.get("options", {})))
 
 
 def run_megaspan(case: dict[str, Any], folder: Path) -> None:
@@ -133,7 +154,7 @@ def run_megaspan(case: dict[str, Any], folder: Path) -> None:
 
     args = settings(case, folder)
     vocab = shape_of(case)["vocab_size"]
-    trainer = SFTTrainer(args=args, train_dataset=rows(case, vocab), callbacks=[Clock(case["tokens"])])
+    trainer = SFTTrainer(args=args, train_dataset=rows(case, vocab), callbacks=[Clock()])
     if case.get("dials"):
         turn_dials(trainer, args, case["dials"])
     placed = levers(trainer.model)
@@ -210,15 +231,16 @@ def run_trl(case: dict[str, Any], folder: Path) -> None:
     from transformers import PreTrainedTokenizerFast
     from trl import SFTConfig, SFTTrainer
 
-    cuda = torch.cuda.is_available()
+    cuda, ranks = torch.cuda.is_available(), layout_of(case).ranks
     config = shape_of(case)
     config["max_position_embeddings"] = max(config["max_position_embeddings"], case["tokens"])
     built = AutoConfig.for_model(**(config | {"use_cache": False}))
+    torch.manual_seed(0)  # all ranks draw the same weights
     with torch.device("cuda" if cuda else "cpu"):
         model = AutoModelForCausalLM.from_config(
-            # fp32 weights under autocast are TRL's way to keep masters.
+            # On one GPU fp32 weights under autocast are TRL's way to keep masters; FSDP2 always makes them of what it is given.
             built,
-            dtype=torch.bfloat16 if cuda and not case.get("masters") else torch.float32,
+            dtype=torch.bfloat16 if cuda and (ranks > 1 or not case.get("masters")) else torch.float32,
             attn_implementation=case["attention"],
         )
     words = PreTrainedTokenizerFast(
@@ -243,6 +265,7 @@ def run_trl(case: dict[str, Any], folder: Path) -> None:
         use_cpu=not cuda,
         gradient_checkpointing=True,
         gradient_checkpointing_kwargs=kept or None,
+        pad_to_multiple_of=2 * ranks if ranks > 1 else None,
         learning_rate=1e-5,
         logging_steps=1,
         save_strategy="no",
@@ -255,38 +278,38 @@ def run_trl(case: dict[str, Any], folder: Path) -> None:
         train_dataset=rows(case, config["vocab_size"]),
         processing_class=words,
         peft_config=adapter,
-        callbacks=[Clock(case["tokens"])],
+        callbacks=[Clock()],
     ).train()
 
 
 SYSTEMS = {"megaspan": run_megaspan, "trl": run_trl, "rehearsal": run_rehearsal}
 
 
-def main(case: dict[str, Any]) -> int:
-    """Run one case; failures become results."""
+def main(case: dict[str, Any], folder: Path) -> int:
+    """Run one case; failures become results, and end the other ranks."""
     if case["system"] != "trl":
-        from megaspan import world
-
         world.set_allocator()
-    if case["limit"] and torch.cuda.is_available():
-        total = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, case["limit"] / total))
+    end_with_parent()
+    if torch.cuda.is_available():
+        torch.cuda.set_device(world.launch().local_rank)
+        if case["limit"]:
+            total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, case["limit"] / total))
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     say(device=name, torch=torch.__version__)
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            SYSTEMS[case["system"]](case, Path(folder))
-        except torch.OutOfMemoryError as error:
-            say(failed="out of memory", why=str(error).splitlines()[0][:200])
-            return 1
-        except ImportError as error:
-            say(failed="not installed", why=str(error).splitlines()[0][:200])
-            return 1
-        except Exception as error:
-            say(failed=type(error).__name__, why=(str(error).strip().splitlines() or [""])[0][:300])
-            raise
+    try:
+        SYSTEMS[case["system"]](case, folder)
+    except torch.OutOfMemoryError as error:
+        say(failed="out of memory", why=str(error).splitlines()[0][:200])
+        raise
+    except ImportError as error:
+        say(failed="not installed", why=str(error).splitlines()[0][:200])
+        raise
+    except Exception as error:
+        say(failed=type(error).__name__, why=(str(error).strip().splitlines() or [""])[0][:300])
+        raise
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(json.loads(sys.argv[1])))
+    sys.exit(main(json.loads(sys.argv[1]), Path(sys.argv[2])))

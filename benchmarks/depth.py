@@ -4,7 +4,8 @@ A step at a million tokens of a whole 8B model lasts half an hour, one of two la
 layers give step = a + b x layers. Left alone, a planner would let two layers run with the room of thirty-six, so they get the
 dials of the whole model's plan (tiles, heads a call, what comes back in tiles, where the optimizer's states lie). Layers of the
 whole differ in what they keep, so each kind of layer that its plan has gets its own line, and the whole depth is
-a + the sum of b over its layers. A short row comes first and compiles.
+a + the sum of b over its layers. A short row comes first and compiles. On several GPUs (`--cp 8`) seconds are the slowest
+rank's.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.case import KINDS, dials_of, kind_of, settings
-from benchmarks.compare import PEERS, Outcome
+from benchmarks.compare import PEERS, PEERS_CP
+from benchmarks.layouts import Layout, add_arguments, layouts_of
+from benchmarks.outcome import Outcome
 from benchmarks.record import Record, option, wants_a_gpu
 from megaspan import world
 from megaspan.human import format_bytes, format_seconds, format_tokens, parse_bytes, parse_tokens
@@ -43,9 +46,14 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         help="kinds of layers, or plan: as planned for so few; by default those of the whole",
     )
     parser.add_argument("--clip", type=float, default=1.0, help="max_grad_norm; 0 does not clip")
-    parser.add_argument("--masters", action="store_true", help="fp32 masters, in place of pure bf16 weights")
+    parser.add_argument(
+        "--masters",
+        action=argparse.BooleanOptionalAction,
+        help="fp32 masters in place of pure bf16 weights; the default on several GPUs",
+    )
+    add_arguments(parser)
     parser.add_argument("--offload", choices=("on", "off"), default="on", help="megaspan's layer inputs in host memory")
-    parser.add_argument("--peers", nargs="*", default=[], choices=tuple(PEERS), help="TRL beside it, in the same run")
+    parser.add_argument("--peers", nargs="*", default=[], choices=(*PEERS, *PEERS_CP), help="TRL beside it, in the same run")
     parser.add_argument("--set", dest="options", nargs="*", type=option, default=[], help="megaspan's options, as NAME=VALUE")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds a case may take")
     parser.add_argument("--json", type=Path, help="file that results are appended to, a line each")
@@ -65,6 +73,12 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         parser.error("--steps: without a first row to warm up, the second step is the one to quote, so at least 2")
     if len(set(made.layers)) < 2:
         parser.error("--layers: a line needs two points")
+    (made.layout,) = layouts_of(parser, made)
+    several = made.layout.ranks > 1
+    if wrong := [name for name in made.peers if (name in PEERS_CP) != several]:
+        parser.error(f"--peers {wrong[0]}: it runs on {'one GPU' if several else 'several GPUs'}")
+    if made.masters is None:
+        made.masters = several
     return made
 
 
@@ -73,9 +87,12 @@ def case_of(args: argparse.Namespace, layers: int, peer: str | None = None) -> d
     case = {
         "system": "megaspan", "shape": args.shape, "tokens": args.tokens, "layers": layers, "steps": args.steps,
         "warm": args.warm, "limit": args.limit, "host": args.host, "clip": args.clip, "masters": args.masters,
-        "offload": args.offload == "on", "selective": False, "options": dict(args.options),
+        "offload": args.offload == "on", "selective": False, "options": dict(args.options), "layout": args.layout.name,
     }  # fmt: skip
-    return case if peer is None else case | {"system": "trl", "attention": "sdpa", "offload": False} | PEERS[peer]
+    if peer is None:
+        return case
+    beside = {"system": "trl", "attention": "sdpa", "offload": False, "layout": Layout(cp=args.layout.ranks).name}
+    return case | beside | (PEERS | PEERS_CP)[peer]
 
 
 def plan_of(case: dict[str, Any]) -> Plan:

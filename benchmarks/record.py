@@ -12,7 +12,9 @@ from typing import Any
 import torch
 import yaml
 
-from benchmarks.compare import Outcome, environment, run_case
+from benchmarks.compare import environment
+from benchmarks.outcome import Outcome
+from benchmarks.running import run_case
 
 
 class Record:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.depth import plan_of
+from benchmarks.layouts import add_arguments, layouts_of
 from benchmarks.record import Record, option, wants_a_gpu
 from megaspan.human import UserError, format_bytes, format_tokens, parse_bytes, parse_tokens
 
@@ -26,7 +27,12 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("cases", nargs="*", type=case_of, help="SHAPE,TOKENS[,MEMORY LIMIT[,HOST MEMORY]]")
     parser.add_argument("--layers", type=int, default=0, help="this many layers instead of the shape's own")
     parser.add_argument("--clip", type=float, default=1.0, help="max_grad_norm; 0 does not clip")
-    parser.add_argument("--masters", action="store_true", help="fp32 masters, in place of pure bf16 weights")
+    parser.add_argument(
+        "--masters",
+        action=argparse.BooleanOptionalAction,
+        help="fp32 masters in place of pure bf16 weights; the default on several GPUs",
+    )
+    add_arguments(parser)
     parser.add_argument("--real", action="store_true", help="run the step itself as well, and compare")
     parser.add_argument("--longest", action="store_true", help="search the longest row that fits")
     parser.add_argument("--tries", type=int, default=5, help="rehearsals of such a search")
@@ -39,6 +45,9 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         made.cases, made.timeout = [case_of("tiny,256")], 300
     if not made.cases:
         parser.error("no case: for example qwen3-8b,1M,80GiB,256GiB")
+    (made.layout,) = layouts_of(parser, made)
+    if made.masters is None:
+        made.masters = made.layout.ranks > 1
     return made
 
 
@@ -58,7 +67,7 @@ def full_case(args: argparse.Namespace, case: dict[str, Any], system: str) -> di
     """What `benchmarks.case` wants to know."""
     return case | {
         "system": system, "layers": args.layers, "steps": 1, "warm": min(4096, case["tokens"]), "clip": args.clip,
-        "masters": args.masters, "offload": True, "options": dict(args.options),
+        "masters": args.masters, "offload": True, "options": dict(args.options), "layout": args.layout.name,
     }  # fmt: skip
 
 

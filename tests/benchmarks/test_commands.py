@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.outcome import Outcome
 
 from benchmarks import adapter, case, compare, depth, record, rehearse, short
 from megaspan import SFTConfig
@@ -22,19 +23,17 @@ def children(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """Cases that would have run; each gives a warm step and one whose seconds are 3 + 2 x layers, 10 GiB and a GiB a layer."""
     ran: list[dict[str, Any]] = []
 
-    def run(name: str, given: dict[str, Any], timeout: float, heard: Any = None) -> compare.Outcome:
+    def run(name: str, given: dict[str, Any], timeout: float, heard: Any = None) -> Outcome:
         ran.append(given)
-        outcome = compare.Outcome(name, given)
+        outcome = Outcome(name, given)
         factor = 2 if given["system"] == "trl" else 1
         size = (10 + given["layers"]) * 2**30 * factor
         for step, seconds in ((1, 99.0), (2, (3.0 + 2.0 * given["layers"]) * factor)):
             result = {"step": step, "seconds": seconds, "peak_bytes": size, "reserved_bytes": size, "host_bytes": 2**30}
-            compare.collect(outcome, result)
+            outcome.collect(result)
             heard(result)
         if given["system"] == "rehearsal":
-            compare.collect(
-                outcome, {"rehearsal": rehearsal(given["tokens"] <= 400), "longest_row": 500, "planned_seconds": None}
-            )
+            outcome.collect({"rehearsal": rehearsal(given["tokens"] <= 400), "longest_row": 500, "planned_seconds": None})
         return outcome
 
     monkeypatch.setattr(record, "run_case", run)
@@ -198,4 +197,4 @@ def test_compare_takes_a_limit_by_either_name_and_masters():
     for name in ("--limit", "--memory-limit"):
         args = compare.arguments([name, "80GiB", "--masters", "--peers", "trl-default"])
         assert all(one["limit"] == 80 * 2**30 and one["masters"] for _, one in compare.cases(args))
-    assert "fp32 masters" in compare.show([compare.Outcome("megaspan", case.TINY | {"tokens": 1}, device="H200")], args)
+    assert "fp32 masters" in compare.show([Outcome("megaspan", case.TINY | {"tokens": 1}, device="H200")], args)

@@ -9,25 +9,30 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.layouts import layout_of
+from benchmarks.outcome import Outcome
 
 from benchmarks import compare, loss
 
 
-def outcome(name: str, seconds: float, peak: int, *, tokens: int = 1024, failed: str | None = None) -> compare.Outcome:
-    made = compare.Outcome(name, {"system": name.split("-")[0], "tokens": tokens})
+def outcome(
+    name: str, seconds: float, peak: int, *, tokens: int = 1024, failed: str | None = None, layout: str = "one"
+) -> Outcome:
+    made = Outcome(name, {"system": name.split("-")[0].split()[0], "tokens": tokens, "layout": layout})
     for step in (1, 2, 3):
-        compare.collect(
-            made,
-            {
-                "step": step,
-                "seconds": seconds * (9 if step == 1 else 1),
-                "peak_bytes": peak,
-                "reserved_bytes": peak,
-                "host_bytes": 2**30,
-            },
-        )
+        for rank in range(layout_of(made.case).ranks):
+            made.collect(
+                {
+                    "step": step,
+                    "rank": rank,
+                    "seconds": seconds * (9 if step == 1 else 1),
+                    "peak_bytes": peak - rank * 2**30,
+                    "reserved_bytes": peak,
+                    "host_bytes": 2**30,
+                }
+            )
     if failed:
-        compare.collect(made, {"failed": failed, "why": "because"})
+        made.collect({"failed": failed, "why": "because"})
     return made
 
 
@@ -69,27 +74,65 @@ def test_cases_are_every_length_with_every_peer(monkeypatch: pytest.MonkeyPatch)
         assert all(case["layers"] == 4 and case["limit"] == 80 * 2**30 for _, case in made)
 
 
-def test_one_step_is_refused() -> None:
-    with pytest.raises(SystemExit):
-        compare.arguments(["--steps", "1"])
+def test_ratios_on_several_gpus_are_to_trls_context_parallelism_and_to_one_gpu() -> None:
+    args = compare.arguments(["--layouts", "one", "cp2", "dp2"])
+    text = compare.show(
+        [
+            outcome("trl-default", 9.0, 9 * 2**30),
+            outcome("megaspan", 8.0, 8 * 2**30),
+            outcome("trl-cp", 5.0, 5 * 2**30, layout="cp2"),
+            outcome("megaspan cp2", 4.0, 4 * 2**30, layout="cp2"),
+            outcome("megaspan dp2", 8.5, 4 * 2**30, layout="dp2"),
+            outcome("megaspan cp2", 4.0, 4 * 2**30, layout="cp2", tokens=2048),
+        ],
+        args,
+    ).splitlines()
+    assert text[0] == "qwen3-4b on no device, bf16 with fp32 masters"
+    assert "0.89 x time, 0.89 x memory" in text[3]
+    assert "1.00 x time" in text[4]
+    columns = text[5].split()
+    assert columns[3:7] == ["4.00", "4.0", "3.0", "4.0"], "seconds, fullest rank, emptiest rank, reserved"
+    assert columns[7] == "2.0", "host memory of both"
+    assert text[5].endswith("0.80 x time, 0.80 x memory; 2.00 x as fast as one GPU")
+    assert text[6].endswith("0.85 x time, 0.80 x memory; 1.88 x as fast as one GPU"), "two rows a step"
+    assert "x" not in text[7].split("1.0")[-1], "nothing of this length beside it"
+
+
+def test_one_command_runs_several_layouts() -> None:
+    args = compare.arguments(
+        ["--tokens", "128k", "--layouts", "one", "cp2", "sp2", "--nproc", "2", "--peers", "trl-cp", "trl-default"]
+    )
+    assert [(name, case["layout"], case["masters"]) for name, case in compare.cases(args)] == [
+        ("trl-default", "one", True), ("megaspan", "one", True), ("trl-cp", "cp2", True), ("megaspan cp2", "cp2", True),
+        ("megaspan sp2", "sp2", True),
+    ]  # fmt: skip
+    args = compare.arguments(["--tokens", "128k", "--cp", "2", "--no-masters"])
+    assert [(name, case["layout"], case["masters"]) for name, case in compare.cases(args)] == [
+        ("trl-cp", "cp2", False), ("megaspan cp2", "cp2", False),
+    ]  # fmt: skip
+    assert not compare.arguments([]).masters
 
 
 @pytest.mark.parametrize(
-    ("code", "failed", "why"),
+    "wrong",
     [
-        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "killed", "signal 9"),
-        ("raise SystemExit('no such thing')", "failed", "no such thing"),
-        ("import time; time.sleep(60)", "timeout", "more than 1 s"),
+        ["--nproc", "4", "--cp", "2"],
+        ["--layouts", "cp2", "--cp", "2"],
+        ["--layouts", "cp0"],
+        ["--layouts", "cp2xcp2"],
+        ["--layouts", "cp2", "cp4", "--nproc", "2"],
+        ["--cp", "2", "--peers", "trl-default"],
+        ["--peers", "trl-cp"],
     ],
 )
-def test_a_child_that_dies_is_reported(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str, failed: str, why: str
-) -> None:
-    (tmp_path / "benchmarks").mkdir()
-    (tmp_path / "benchmarks" / "case.py").write_text('print(\'RESULT {"device": "CPU", "torch": "2"}\', flush=True)\n' + code)
-    monkeypatch.setattr(compare, "ROOT", tmp_path)
-    made = compare.run_case("trl-default", {"system": "trl", "tokens": 8}, timeout=1 if failed == "timeout" else 60)
-    assert (made.failed, made.why, made.device) == (failed, why, "CPU")
+def test_what_would_be_ignored_is_refused(wrong: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        compare.arguments(wrong)
+
+
+def test_one_step_is_refused() -> None:
+    with pytest.raises(SystemExit):
+        compare.arguments(["--steps", "1"])
 
 
 def test_tiny_runs_both_systems_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
