@@ -31,6 +31,7 @@ from torch.nn.attention import _cur_sdpa_kernel_backends, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from megaspan.attention.context import RowContext
 from megaspan.human import UserError
 from megaspan.layers.dropout import DropoutHandle, install_dropout
 from megaspan.memory.disk import DiskTier
@@ -203,7 +204,9 @@ class Checkpointing:
         hidden = args[0]
         if index == 0:
             self.dropout.draw()
-        place = (self.dropout.step_seed, index, 0, hidden.shape[-2] if hidden.ndim == 3 and hidden.shape[0] == 1 else None)
+        row: RowContext | None = getattr(function, "keywords", {}).get("megaspan_row")
+        first = 0 if row is None or self.dropout.step_seed is None else row.token_index
+        place = (self.dropout.step_seed, index, first, hidden.shape[-2] if hidden.ndim == 3 and hidden.shape[0] == 1 else None)
         # In order of preference; torch reads them for its own context manager and has no public reader.
         backends = _cur_sdpa_kernel_backends(with_priority=True)
         recomputing = False

@@ -27,7 +27,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megaspan.attention import AttentionCall
-from megaspan.attention.attend import backward_with, forward_with, settle
+from megaspan.attention.context import ContextPlan, RowContext
+from megaspan.attention.heads import kv_heads_a_call
+from megaspan.attention.mask import Mask
+from megaspan.layers.attending import Attending, Landing, one_ahead
 from megaspan.layers.balance import Balance
 from megaspan.layers.dropout import DropoutHandle
 from megaspan.layers.family import Family, after, attention_trains, before
@@ -49,9 +52,11 @@ class LayerPlan:
 
     Attributes:
         tile_tokens: tokens of token-wise work at once; a row that is no longer runs in one piece.
-        kv_heads_per_call: KV heads (with their query heads) projected and attended at once, None for all. Of one group q, k, v,
-            their gradients and the kernel's fp32 sums are there at a time, 16 bytes for each of tokens x (H + 2 G) x D.
+        kv_heads_per_call: KV heads (with their query heads) that this rank attends at once, None for all. Of one group q, k, v,
+            their gradients and the kernel's fp32 sums are there at a time, 16 bytes for each of tokens x (H + 2 G) x D; where a
+            group is exchanged between ranks, q, k, v of the next one too.
         stream_back: what waits on the host is read tile by tile and group by group, not whole a layer ahead.
+        sp_size: ranks that share the heads of a row; so many groups' heads are in one exchange.
         fused_norms: norms that are plain RMSNorms run as torch's fused operation (`norms.py`).
         fused: q/k norms with rotary embedding, and the MLP's gated product, run as fused passes where a layer has the common
             form (`halves.py`).
@@ -60,6 +65,7 @@ class LayerPlan:
     tile_tokens: int = 16384
     kv_heads_per_call: int | None = None
     stream_back: bool = False
+    sp_size: int = 1
     fused_norms: bool = True
     fused: bool = True
 
@@ -99,6 +105,7 @@ class LayerRun:
         asked: what the layer asks attention for beside q, k and v, None where its first half is not fused.
         groups: its head groups.
         routing: its experts' choices in this forward.
+        context: how the row lies on ranks and in documents, None for one document on this rank.
     """
 
     index: int
@@ -121,6 +128,7 @@ class LayerRun:
     asked: AttentionCall | None = None
     groups: tuple[HeadGroup, ...] = (ALL_HEADS,)
     routing: Routing | None = None
+    context: ContextPlan | None = None
 
     def __call__(self, x_BTE: Tensor, tape: Tape) -> Tensor:
         """The layer's output, differentiable."""
@@ -145,17 +153,22 @@ class LayerRun:
             "dtype": torch.get_autocast_dtype(kind),
             "cache_enabled": False,
         }
-        asked, groups, kv_heads = None, self.groups, self.plan.kv_heads_per_call
+        asked, context, groups, kv_heads = None, None, self.groups, self.plan.kv_heads_per_call
+        row: RowContext | None = self.arguments.get("megaspan_row")
         with torch.no_grad(), torch.autocast(**autocast), self._at(slice(0, 1)):
             if self.halves is not None:
                 asked = self.halves.ask(self.layer, self.family, x_BTE, self.arguments)
-            if kv_heads is not None:
+            if kv_heads is not None or row is not None:
                 seen = asked or before(self.layer, self.family, x_BTE[:, :1], slice(0, 1), self.arguments)
-                groups = head_groups(seen, kv_heads)
-        routing = None
+                if row is not None:
+                    context = row.plan(Mask(seen.scoring.window or None))
+                sp_size = 1 if row is None else row.ranks.sizes[1]
+                groups = head_groups(seen, kv_heads_a_call(seen.k_BGSD.shape[1], sp_size, kv_heads))
+        routing, balance = None, self.balance
         if self.router is not None:
-            routing = Routing(self.router, x_BTE.shape[1], None if self.balance is None else self.balance.top_k)
-        return replace(self, autocast=autocast, asked=asked, groups=groups, routing=routing)
+            counts = (None, None) if balance is None else (balance.top_k, balance.counted)
+            routing = Routing(self.router, x_BTE.shape[1], *counts)
+        return replace(self, autocast=autocast, asked=asked, groups=groups, routing=routing, context=context)
 
     @torch.no_grad()
     def forward(self, x_BTE: Tensor, kept: Kept, place: Place | None) -> Tensor:
@@ -263,16 +276,7 @@ class LayerRun:
             x_whole = x_whole.detach().requires_grad_(self.wants_x)
             with torch.enable_grad(), self._at(cuts[0]):
                 call = self._before(x_whole, cuts[0])
-        dks, dvs, d_sinks = [], [], []
-        for number, group in enumerate(self.groups):
-            asked = self._projected(kept.input_tiles, cuts, group) if call is None else call
-            out, lse = kept.output_of(number)
-            # dq takes the place of dO, which has its size.
-            d_outs[number], dk, dv, d_sink = self._attend_backward(asked, d_outs[number], out, lse)
-            dks.append(dk)
-            dvs.append(dv)
-            d_sinks += [] if d_sink is None else [d_sink]
-            del asked, out, lse, dk, dv
+        dks, dvs, d_sinks = self._attend_backward(cuts, d_outs, kept, call)
         self.counts.backwards += 1
         kept.let_go_of_outputs()
         for tokens, x_tile in zip(cuts, [x_whole] if once else kept.input_tiles(cuts), strict=True):
@@ -304,31 +308,50 @@ class LayerRun:
         """
         outs: list[Tensor] = []
         stays = place in (None, "device") or not self.plan.stream_back
-        for number, group in enumerate(self.groups):
-            call = self._projected(x, cuts, group)
+
+        def begin(number: int) -> Attending:
+            return Attending(self._projected(x, cuts, self.groups[number]), self.context)
+
+        for number, now in one_ahead(len(self.groups), begin, self.context):
             if number == 0 or not stays:
                 kept.stores.land()  # what the layer before keeps is on the host by now
-            q, k, v = _row(call)
-            kernel, scoring = settle(q, k, v, call.scoring, kernels=call.kernels)
-            out, lse = forward_with(kernel, q, k, v, call.sink_H, scoring)
+            out, lse = now.forward()
             if place is not None:
                 kept.keep_output(out[None], lse[None], place)
             outs += [out[None]] if stays else []
-            del call, q, k, v, out, lse
+            del now, out, lse
         self.counts.forwards += 1
         if not stays:
             kept.stores.land()
         return outs
 
     def _attend_backward(
-        self, call: AttentionCall, d_out: Tensor, out: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """dq, dk, dv as [1, T, heads, D], and the gradient of the sinks (None without)."""
-        q, k, v = _row(call)
-        kernel, scoring = settle(q, k, v, call.scoring, kernels=call.kernels)
-        sink = None if call.sink_H is None else call.sink_H.detach()
-        dq, dk, dv, d_sink = backward_with(kernel, d_out[0], q, k, v, out[0], lse[0], sink, scoring)
-        return dq[None], dk[None], dv[None], d_sink
+        self, cuts: list[slice], d_outs: list[Any], kept: Kept, call: AttentionCall | None
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """dk and dv of each head group as [1, T, heads, D], and its sinks' gradients (none without). dq takes the place of dO
+        in `d_outs`. `call` is what the only group asks for, where it is projected already.
+        """
+        found: tuple[list[Tensor], list[Tensor], list[Tensor]] = [], [], []
+
+        def begin(number: int) -> Attending:
+            asked = self._projected(kept.input_tiles, cuts, self.groups[number]) if call is None else call
+            (out, lse), d_out, d_outs[number] = kept.output_of(number), d_outs[number], None
+            return Attending(asked, self.context, (out[0], lse[0], d_out[0]))
+
+        def land(number: int, going: Landing) -> None:
+            d_outs[number], *others = (part[None] for part in going.land())
+            for parts, part in zip(found, [*others, *([] if going.d_sink_H is None else [going.d_sink_H])], strict=False):
+                parts.append(part)
+
+        going: Landing | None = None
+        for number, now in one_ahead(len(self.groups), begin, self.context):
+            before, going = going, now.backward()
+            del now
+            if before is not None:
+                land(number - 1, before)  # on its way while this group was attended
+        assert going is not None
+        land(len(self.groups) - 1, going)
+        return found
 
     def _gradients(self, outputs: list[Tensor], gradients: list[Tensor], leaves: list[Tensor]) -> list[Tensor | None]:
         """Gradients of `leaves` (None for those that want none) and of the parameters."""
@@ -384,7 +407,9 @@ class LayerRun:
 
     def _at(self, tokens: slice) -> AbstractContextManager[None]:
         """The place of a tile, which its dropout masks depend on."""
-        return self.dropout.at(self.seed, self.index, tokens.start, tokens.stop - tokens.start)
+        row: RowContext | None = self.arguments.get("megaspan_row")
+        first = tokens.start if row is None or self.seed is None else row.token_index[tokens]
+        return self.dropout.at(self.seed, self.index, first, tokens.stop - tokens.start)
 
 
 class _StreamedLayer(torch.autograd.Function):
@@ -408,12 +433,6 @@ class _StreamedLayer(torch.autograd.Function):
         dx, found = run.backward(gradients[0], tape.back_at(run.index, run.on_backward), mine, *gradients[1:])
         tape.done(run.index)
         return (dx, None, None, *found)
-
-
-def _row(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v of the one row, [T, heads, D], outside any graph."""
-    q, k, v = (part[0].detach().transpose(0, 1) for part in (call.q_BHTD, call.k_BGSD, call.v_BGSD))
-    return q, k, v
 
 
 def _heads(parts: list[Tensor]) -> Tensor:

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from megaspan.attention.context import RowContext
+from megaspan.attention.heads import kv_heads_a_call
 from megaspan.attention.seam import NAME, refuse_packed
 from megaspan.layers.balance import Balance, knows_balance
 from megaspan.layers.checkpoint import CheckpointStats, checkpointed_layers, checkpointing_of
@@ -209,12 +211,13 @@ class Streaming:
         self.general.discard()
 
     @contextmanager
-    def balancing(self, model: Any) -> Iterator[Balance]:
+    def balancing(self, model: Any, row: RowContext | None = None) -> Iterator[Balance]:
         """Inside, forwards of `model` add to what is yielded, from which the balance loss of its experts is made.
 
-        Only where `balances` says that all routers and the loss are known.
+        With `row` they are of a row that lies on several ranks. Only where `balances` says that all routers and the loss are
+        known.
         """
-        balance = Balance(model.num_experts_per_tok, len(self._routers))
+        balance = Balance(model.num_experts_per_tok, len(self._routers), row)
         layers = checkpointed_layers(model)
         with ExitStack() as watched:
             for index, router in self._routers.items():
@@ -296,7 +299,7 @@ class Streaming:
         """Head groups of a layer."""
         attention = self._layers[self._streamed()[0]].self_attn
         count = getattr(attention.config, "num_key_value_heads", None) or 1
-        return -(-count // (self.plan.kv_heads_per_call or count))
+        return -(-count // (kv_heads_a_call(count, self.plan.sp_size, self.plan.kv_heads_per_call) or count))
 
     def _stores_on(self, device: torch.device) -> Stores:
         if self._stores is None:
@@ -322,7 +325,7 @@ class Streaming:
             self._counts.passed_on += 1
             with self._watching(index, layer):
                 return checkpointed(function, *args)
-        if index == self._streamed()[0]:
+        if index == self._streamed()[0] and arguments.get("megaspan_row") is None:
             refuse_packed(arguments.get("position_ids"))
         trains = torch.is_grad_enabled()
         if trains:

@@ -1,0 +1,99 @@
+"""One head group of a streamed layer between its projection and its attention: here, or on its way between ranks.
+
+Where a row lies on many ranks, the keys of a head group are brought together while the group before is attended: of
+Qwen3-8B at 1,048,576 tokens 0.5 GB a group, 0.2 to 0.6 ms of an attention that takes a hundred times as long. On one rank
+nothing is on its way: a group is projected when it is attended, so that the q, k and v of one group are there at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol, final
+
+from torch import Tensor
+
+from megaspan.attention import AttentionCall
+from megaspan.attention.attend import backward_with, forward_with, settle
+from megaspan.attention.context import ContextPlan
+
+
+class Landing(Protocol):
+    """Gradients of a head group that may still be on their way."""
+
+    @property
+    def d_sink_H(self) -> Tensor | None:
+        """Of the sinks, None without; of a row on many ranks this rank's part."""
+
+    def land(self) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk and dv of this rank's tokens, [t, heads, D] each, once. All ranks of the row call it."""
+
+
+@final
+class Attending:
+    """A head group that is to be attended, once. Its q, k and v are let go of with it."""
+
+    def __init__(
+        self, call: AttentionCall, context: ContextPlan | None, kept: tuple[Tensor, Tensor, Tensor] | None = None
+    ) -> None:
+        """Begins the exchange, if there is one; all ranks of the row do.
+
+        Args:
+            call: the group's part of the layer's call, of one row.
+            context: how the row lies; None for one document on this rank.
+            kept: in the backward: what `forward` gave, and the gradient of its output.
+        """
+        self._scoring, self._kernels, self._context = call.scoring, call.kernels, context
+        self._sink = None if call.sink_H is None else call.sink_H.detach()
+        q, k, v = (part[0].detach().transpose(0, 1) for part in (call.q_BHTD, call.k_BGSD, call.v_BGSD))
+        out, lse, d_out = kept or (None, None, None)
+        self._lse = lse
+        if context is None:
+            self._here = q, k, v, out, d_out
+        else:
+            self._started = context.start(q, k, v, out, d_out)
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """Attention's output [t, heads, D] and its log-sum-exp, of the heads that this rank attended [heads, slots]."""
+        if self._context is not None:
+            return self._context.attend(self._started, self._scoring, self._sink, self._kernels)
+        q, k, v, *_ = self._here
+        kernel, scoring = settle(q, k, v, self._scoring, kernels=self._kernels)
+        return forward_with(kernel, q, k, v, self._sink, scoring)
+
+    def backward(self) -> Landing:
+        """The gradients, from what was kept."""
+        assert self._lse is not None, "this head group was begun without what its backward reads"
+        if self._context is not None:
+            return self._context.attend_backward(self._started, self._lse, self._scoring, self._sink, self._kernels)
+        q, k, v, out, d_out = self._here
+        assert out is not None
+        assert d_out is not None
+        kernel, scoring = settle(q, k, v, self._scoring, kernels=self._kernels)
+        *gradients, d_sink = backward_with(kernel, d_out, q, k, v, out, self._lse, self._sink, scoring)
+        return _Landed(d_sink, (gradients[0], gradients[1], gradients[2]))
+
+
+def one_ahead(groups: int, begin: Callable[[int], Attending], context: ContextPlan | None) -> Iterator[tuple[int, Attending]]:
+    """Each head group in turn with its number. Where something is exchanged the next one is begun before: that hides it.
+
+    Whoever iterates lets go of a group before asking for the next one.
+    """
+    exchanges = context is not None and (context.exchanges or context.ranks.sp is not None)
+    coming: Attending | None = None
+    for number in range(groups):
+        now = coming or begin(number)
+        coming = begin(number + 1) if exchanges and number + 1 < groups else None
+        yield number, now
+        del now
+
+
+@dataclass(frozen=True, eq=False)
+class _Landed:
+    """Gradients that are here."""
+
+    d_sink_H: Tensor | None
+    gradients: tuple[Tensor, Tensor, Tensor]
+
+    def land(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.gradients
