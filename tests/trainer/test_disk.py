@@ -13,7 +13,7 @@ import torch
 from megaspan.human import UserError
 from megaspan.model import disk
 from megaspan.plan.keep import KeepPolicy, LayerKeep
-from megaspan.trainer import job
+from megaspan.trainer import setup
 from megaspan.trainer.interrupt import Interrupted
 from tests.trainer.support import assert_same_bits, documents, model_folder, trainer, weights
 from tests.trainer.test_resume import _interrupt_at_layer
@@ -26,14 +26,14 @@ torch.set_num_threads(1)
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """An offload_folder, and a planner that keeps everything there: on a CPU the true one never does."""
-    choose = job.choose
+    choose = setup.choose
 
     def on_disk(args, facts, machine, **options):
         plan = choose(args, facts, machine, **options)
         keep = KeepPolicy((LayerKeep("disk", "disk"),) * facts.layers)
         return dataclasses.replace(plan, keep=keep, stream_back=True) if args.offload_folder else plan
 
-    monkeypatch.setattr(job, "choose", on_disk)
+    monkeypatch.setattr(setup, "choose", on_disk)
     monkeypatch.setattr(disk, "_LEAST", 1)
     (tmp_path / "disk").mkdir()
     return tmp_path / "disk"

@@ -8,7 +8,7 @@ from megaspan import world
 from megaspan.config import SFTConfig
 from megaspan.human import UserError
 from megaspan.plan.keep import KeepPolicy
-from megaspan.trainer import job
+from megaspan.trainer import job, setup
 from tests.trainer.support import documents, model_folder, trainer
 
 __all__ = ["model_folder"]
@@ -38,16 +38,16 @@ def test_ranks_plan_for_what_all_of_them_have_and_compare_their_plans(tmp_path, 
 
     def same(name, digest):
         compared.append((name, digest))
-        if len(compared) > 1:
+        if len(compared) > 3:
             raise UserError("the plan differs between ranks", do="Start every rank with the same options")
 
     monkeypatch.setattr(world, "agree", agree)
     monkeypatch.setattr(world, "same_everywhere", same)
     run = trainer(model_folder, tmp_path, documents([40, 30]), max_steps=1)
     assert run._job.plan.host_limit == 5 * 2**30
-    ((name, digest),) = compared
-    assert name == "the plan"
-    assert digest == job._digest(run._job.plan)
+    assert [name for name, _ in compared] == ["the configuration", "the data", "the plan"]
+    digest = compared[-1][1]
+    assert digest == setup._digest(run._job.plan)
     with pytest.raises(UserError, match="differs between ranks"):
         trainer(model_folder, tmp_path, documents([40, 30]), max_steps=1)
 
@@ -63,6 +63,6 @@ def test_the_digest_is_of_what_decides_the_order_of_calls(tmp_path, model_folder
         {"loss_tile_tokens": 7},
         {"states": dataclasses.replace(plan.states, gradients="host")},
     ]
-    digests = [job._digest(dataclasses.replace(plan, **change)) for change in ({}, {"host_bytes": 1}, *changes)]
+    digests = [setup._digest(dataclasses.replace(plan, **change)) for change in ({}, {"host_bytes": 1}, *changes)]
     assert digests[0] == digests[1]
     assert len(set(digests[1:])) == 1 + len(changes)

@@ -20,6 +20,7 @@ from megaspan.plan.states import StatePlan
 from megaspan.store import latest_checkpoint
 from megaspan.trainer import sft
 from megaspan.trainer.interrupt import Interrupted
+from megaspan.trainer.share import Share
 from megaspan.trainer.step import Accumulator
 from tests.trainer.support import assert_same_bits, documents, logged, model_folder, trainer, weights  # noqa: F401
 
@@ -183,7 +184,7 @@ def test_a_window_without_a_trained_token_is_never_the_last_row():
             super().__init__()
             self.weight = torch.nn.Parameter(torch.ones(()))
 
-        def forward(self, input_ids, labels, position_ids, num_items_in_batch, use_cache):
+        def forward(self, input_ids, labels, position_ids, num_items_in_batch, use_cache, megaspan_seed):
             zero = torch.zeros(())
             return SimpleNamespace(loss=self.weight * 0, correct=zero, entropy=zero)
 
@@ -191,8 +192,8 @@ def test_a_window_without_a_trained_token_is_never_the_last_row():
         return Row(input_ids=np.arange(4), labels=np.full(4, label), document_lengths=(4,))
 
     called = []
-    accumulator = Accumulator(Model(), torch.device("cpu"))
-    accumulator.backward([row(-100), row(-100)], lambda: called.append("masked"))
+    accumulator = Accumulator(Model(), Share(torch.device("cpu")), seed=0)
+    accumulator.backward([row(-100), row(-100)], 0, lambda: called.append("masked"))
     assert called == []
-    accumulator.backward([row(1), row(-100)], lambda: called.append("trained"))
+    accumulator.backward([row(1), row(-100)], 1, lambda: called.append("trained"))
     assert called == ["trained"]

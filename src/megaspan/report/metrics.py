@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TextIO
 
 from megaspan.report.trackers import Tracker, start_trackers
 
@@ -36,6 +36,7 @@ class Metrics:
         config: the options, for the trackers.
         resumed_step: the step of the checkpoint that the run continues from; 0 for a new run: an older file is kept as
             `metrics.1.jsonl`, `metrics.2.jsonl`, ….
+        quiet: writes nothing at all: every rank but the first.
 
     Raises:
         UserError: a tracker is unknown or not installed.
@@ -49,10 +50,15 @@ class Metrics:
         config: Mapping[str, Any] | None = None,
         *,
         resumed_step: int = 0,
+        quiet: bool = False,
     ) -> None:
+        self._trackers: list[Tracker] = []
+        self._file: TextIO | None = None
+        if quiet:
+            return
         run = Path(run)
         run.mkdir(parents=True, exist_ok=True)
-        self._trackers: list[Tracker] = start_trackers(report_to, run, run_name, config or {}, resumed_step)
+        self._trackers = start_trackers(report_to, run, run_name, config or {}, resumed_step)
         path = run / FILE
         if resumed_step:
             _cut(path, resumed_step)
@@ -68,6 +74,8 @@ class Metrics:
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Writes one entry. Numbers that JSON has no word for become null, and their names are listed under `not_finite`."""
+        if self._file is None:
+            return
         entry: dict[str, Any] = {"step": step, "time": round(time.time(), 3)}
         odd = [name for name, value in values.items() if isinstance(value, float) and not math.isfinite(value)]
         entry |= {name: None if name in odd else value for name, value in values.items()}
@@ -81,7 +89,8 @@ class Metrics:
 
     def close(self, *, failed: bool = False) -> None:
         """Closes the file and the trackers. Harmless when called twice."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
         for tracker in self._trackers:
             tracker.close(failed)
         self._trackers = []

@@ -11,6 +11,7 @@ from megaspan.store.plain import save_model
 from megaspan.store.random_state import random_state, restore_random_state
 from megaspan.store.rehearsal import Rehearsal, rehearse_save
 from megaspan.store.run import folder_fingerprint, lock_run, open_run, read_run_facts, write_run_facts
+from megaspan.store.sharded import together
 
 __all__ = [
     "FINAL",
@@ -28,5 +29,6 @@ __all__ = [
     "restore_random_state",
     "save_checkpoint",
     "save_model",
+    "together",
     "write_run_facts",
 ]

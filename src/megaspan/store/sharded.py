@@ -42,7 +42,7 @@ def writes() -> bool:
 
 
 def together(act: Callable[[], _Result]) -> _Result:
-    """Runs `act` on the rank that writes; every rank returns its result, or raises its error.
+    """Runs `act` on the rank that writes, or in a process on its own; every rank returns its result, or raises its error.
 
     Args:
         act: its result can be sent to other ranks.
@@ -51,6 +51,8 @@ def together(act: Callable[[], _Result]) -> _Result:
         UserError: `act` raised one.
         RuntimeError: on the other ranks, for anything else; the writer raises it as it is.
     """
+    if not (dist.is_initialized() and dist.get_world_size() > 1):
+        return act()
     result, failure = None, None
     if writes():
         try:

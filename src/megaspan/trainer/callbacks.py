@@ -16,6 +16,7 @@ from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, 
 
 from megaspan.config import SFTConfig
 from megaspan.human import UserError
+from megaspan.world import Mesh
 
 # What TrainingArguments would act upon by itself when constructed; the callbacks only read the values.
 _SET_HERE = {
@@ -36,12 +37,18 @@ class Callbacks:
     """The callbacks of one run, with the state that they see."""
 
     def __init__(
-        self, config: SFTConfig, callbacks: Sequence[TrainerCallback | type[TrainerCallback]] | None, model: Any, tokenizer: Any
+        self,
+        config: SFTConfig,
+        callbacks: Sequence[TrainerCallback | type[TrainerCallback]] | None,
+        model: Any,
+        tokenizer: Any,
+        mesh: Mesh,
     ) -> None:
         for callback in callbacks or ():
             check_callback(callback)
         self.arguments = training_arguments(config)
-        self.state = TrainerState()
+        # What callbacks that write something ask: they are called on every rank.
+        self.state = TrainerState(is_local_process_zero=mesh.local_rank == 0, is_world_process_zero=mesh.rank == 0)
         self.control = TrainerControl()
         self.handler = CallbackHandler([DefaultFlowCallback, *(callbacks or ())], model, tokenizer, None, None)
 

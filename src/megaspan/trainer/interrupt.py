@@ -12,8 +12,12 @@ import os
 import signal
 import socket
 import threading
+import time
 from types import FrameType, TracebackType
 from typing import Any
+
+# A terminal's Ctrl-C reaches a launcher and its ranks, and the launcher hands it on to the ranks once more.
+ECHO_SECONDS = 2.0
 
 
 class Interrupted(Exception):
@@ -29,7 +33,7 @@ class Interrupted(Exception):
 
 
 class Interrupts:
-    """Catches SIGINT and SIGTERM for the length of a `with` block; a second signal ends the process at once.
+    """Catches SIGINT and SIGTERM for the length of a `with` block; one more, 2 s after the first or later, ends the process.
 
     Outside the main thread (some notebooks and servers) signals cannot be caught, and this does nothing.
     """
@@ -63,13 +67,14 @@ class Interrupts:
             raise Interrupted(self.signum)
 
     def _watch(self) -> None:
-        caught = set(self._previous)
+        caught, first = set(self._previous), 0.0
         while notice := self._reader.recv(1):
             if notice[0] not in caught:
                 continue
-            if self.signum is not None:
+            if self.signum is None:
+                self.signum, first = notice[0], time.monotonic()
+            elif time.monotonic() - first >= ECHO_SECONDS:
                 os._exit(128 + notice[0])
-            self.signum = notice[0]
         self._reader.close()
 
 

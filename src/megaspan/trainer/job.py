@@ -1,45 +1,36 @@
-"""What a run is made of: rows, a model with its levers, a plan, a device; and what can be said about them.
+"""What a run is made of: rows, a model with its levers, a plan, this rank's place; and what can be said about them.
 
-Everything is made in the order in which it can fail cheaply: the options first, then the text (prepared before any process
-group or weight exists, case R82), then the plan, then the weights. The header is written from what is there when all is made:
-the live rotary module, the kernel that will run, the arena that was pinned, not from what was asked for (probe P4).
+The header is written from what is there when all is made: the live rotary module, the kernel that will run, the arena that was
+pinned, not from what was asked for (probe P4). Rank 0 writes it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
-from transformers.trainer_utils import enable_full_determinism
+from transformers import PreTrainedTokenizerBase
 
 from megaspan import store, world
 from megaspan.config import SFTConfig
 from megaspan.config.defaults import as_yaml, differing_defaults
 from megaspan.data import Rows, prepare_rows
-from megaspan.human import UserError, format_bytes, format_seconds, format_tokens
-from megaspan.model import (
-    Levers,
-    LoadedModel,
-    adopt_model,
-    check_token_ids,
-    levers,
-    load_model,
-    load_tokenizer,
-    prepare,
-    wrap_lora,
-)
-from megaspan.optimizer import check_optim
-from megaspan.plan import ModelFacts, Plan, choose, plan_command
-from megaspan.report import Line, check_trackers, flops_formula, model_flops
+from megaspan.human import format_bytes, format_seconds, format_tokens
+from megaspan.layers.shards import compute_dtype
+from megaspan.model import Levers, LoadedModel, check_token_ids, levers
+from megaspan.model.shard import reset
+from megaspan.plan import ModelFacts, Plan
+from megaspan.report import Line, flops_formula, model_flops
 from megaspan.trainer.schedule import Schedule
+from megaspan.trainer.share import Share
+
+# FLOP a second that nothing real stays below: what a rank is given before the others wonder where it is.
+_SLOWEST = {"cuda": 5e13, "cpu": 2e9}
 
 
 @dataclass
@@ -51,7 +42,8 @@ class Job:
     rows: Rows
     eval_rows: Rows | None
     plan: Plan
-    device: torch.device
+    ranks: world.Ranks
+    share: Share
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -72,6 +64,11 @@ class Job:
         return placed
 
     @property
+    def device(self) -> torch.device:
+        """What this rank computes on."""
+        return self.ranks.device
+
+    @property
     def frozen(self) -> bool:
         """Most weights get no gradient (LoRA)."""
         return hasattr(self.model, "peft_config")
@@ -86,12 +83,25 @@ class Job:
         self.levers.on_layer = on_layer
 
     def discard_step(self) -> None:
-        """Lets go of what an abandoned step left on the host and on disk."""
+        """Lets go of what an abandoned step left on the host, on disk, and gathered of other ranks' weights."""
         self.levers.discard()
+        reset(self.model)
 
     def prepare_eval(self, dataset: Any) -> Rows:
         """Held-out rows of another dataset, by the options of the run."""
-        return _checked(prepare_rows(self.args, self.tokenizer, split="test", dataset=dataset, report=_say), self.loaded)
+        rows = prepare_rows(self.args, self.tokenizer, split="test", dataset=dataset, report=self.say)
+        check_token_ids(rows.max_id, self.facts.vocab)
+        return rows
+
+    def say(self, text: str) -> None:
+        """Prints a line, on the rank that speaks."""
+        say(self.ranks, text)
+
+    @property
+    def layer_patience(self) -> float:
+        """Seconds within which a layer of the longest row has surely begun and ended."""
+        flops = model_flops(self.facts, int(self.rows.lengths.max()), frozen=self.frozen)
+        return flops / self.facts.layers / self.ranks.mesh.size("row") / _SLOWEST.get(self.device.type, 5e13)
 
     def synchronize(self) -> None:
         """Waits for the device, so that seconds are those of finished work."""
@@ -110,14 +120,22 @@ class Job:
         return torch.cuda.memory_allocated(self.device), torch.cuda.max_memory_allocated(self.device)
 
     def speed(self, row_lengths: Sequence[int], seconds: float) -> dict[str, float]:
-        """Tokens and model TFLOP per second over rows of `row_lengths` tokens that took `seconds`, and the peaks of memory."""
+        """Tokens per second of all ranks, model TFLOP per second of each, and the peaks of memory of the one that needed most.
+
+        All ranks call it.
+
+        Args:
+            row_lengths: tokens of each stretch that attends to itself, in the rows of all ranks.
+            seconds: that they took.
+        """
         flops = model_flops(self.facts, row_lengths, frozen=self.frozen)
+        device, host = world.largest([self.device_memory()[1], world.peak_host_bytes()])
         return {
             "step_seconds": seconds,
             "tokens_per_second": sum(row_lengths) / seconds,
-            "model_tflops": flops / seconds / 1e12,
-            "peak_device_bytes": float(self.device_memory()[1]),
-            "peak_host_bytes": float(world.peak_host_bytes()),
+            "model_tflops": flops / seconds / 1e12 / self.ranks.mesh.ranks,
+            "peak_device_bytes": float(device),
+            "peak_host_bytes": float(host),
         }
 
     def judge_first_loss(self, loss: float, rows: Sequence[int]) -> str | None:
@@ -154,7 +172,9 @@ class Job:
         return {name: getattr(config, name) for name in ("r", "lora_alpha", "lora_dropout", "use_rslora")}
 
     def write_run_facts(self, schedule: Schedule, resumed: Path | None) -> None:
-        """Writes what the run is made of into its folder: options, versions, hashes, seeds."""
+        """Writes what the run is made of into its folder: options, versions, hashes, seeds. On the rank that speaks."""
+        if not self.ranks.speaks:
+            return
         store.write_run_facts(
             self.args.output_dir,
             config=self.args.resolved() | {"model_name_or_path": self.loaded.name},
@@ -166,12 +186,13 @@ class Job:
                 "resumed_from": resumed and str(resumed),
                 "seconds": self.seconds,
                 "machine": dataclasses.asdict(self.plan.machine),
+                "ranks": str(self.ranks.mesh),
             },
         )
 
     def saved_dtype(self) -> torch.dtype:
         """The type that weights are saved in: the one they are multiplied in (masters stay in checkpoints)."""
-        return next(self.model.parameters()).dtype
+        return compute_dtype(next(self.model.parameters()))
 
     def header(
         self,
@@ -186,7 +207,8 @@ class Job:
         rotary, *others = self.loaded.rope_readback.entries
         lines = [
             Line("model", self.loaded.name, f"{facts.parameters:,} parameters, {facts.layers} layers; {self.loaded.origin}"),
-            Line("rows", f"{len(self.rows)}", f"longest {format_tokens(longest)} tokens, all on this device"),
+            *self._rank_lines(),
+            Line("rows", f"{len(self.rows)}", f"longest {format_tokens(longest)} tokens, {self._spread(longest)}"),
             Line(
                 "steps",
                 f"{schedule.total_steps}",
@@ -199,7 +221,7 @@ class Job:
             *[Line("attention", choice.loud, loud=True) for choice in self.kernels if choice.loud],
             self._memory_line(),
             Line("saving", str(rehearsal), _kept(self.args)),
-            Line("model FLOP", flops_formula(facts, frozen=self.frozen)),
+            Line("model FLOP", flops_formula(facts, frozen=self.frozen), self._of_each_rank()),
             Line("prepared in", ", ".join(f"{name} {format_seconds(value)}" for name, value in self.seconds.items())),
         ]
         if self.device.type == "cuda":
@@ -221,6 +243,26 @@ class Job:
         """The attention kernels of the model's kinds of layers."""
         return (self.levers.kernel, *self.levers.kernel.also)
 
+    def _rank_lines(self) -> list[Line]:
+        mesh = self.ranks.mesh
+        if mesh.ranks == 1:
+            return []
+        told = [f"weights and AdamW's states over {mesh.size('shard')}"] * (mesh.size("shard") > 1)
+        told += [f"{mesh.dp_replicate} copies of the model"] * (mesh.dp_replicate > 1)
+        told += [f"rows over {mesh.size('data')}"] * (mesh.size("data") > 1)
+        told += [f"a row's tokens over {mesh.cp}"] * (mesh.cp > 1)
+        told += [f"heads of a row over {mesh.sp}"] * (mesh.sp > 1)
+        return [Line("ranks", str(mesh), ", ".join(told))]
+
+    def _spread(self, longest: int) -> str:
+        if self.ranks.mesh.ranks == 1:
+            return "all on this device"
+        shared = self.ranks.mesh.size("row")
+        return f"{format_tokens(-(-longest // shared))} on each of its {shared} ranks" if shared > 1 else "each on one rank"
+
+    def _of_each_rank(self) -> str:
+        return f"model_tflops is of one rank: a {self.ranks.mesh.ranks}th of all" if self.ranks.mesh.ranks > 1 else ""
+
     def _memory_line(self) -> Line:
         plan = self.plan
         host = f"host {format_bytes(plan.host_bytes)} of {format_bytes(plan.host_limit)}"
@@ -234,87 +276,6 @@ class Job:
             )
         lever = f"; next lever: {plan.next_lever.do}" if plan.next_lever else ""
         return Line("planned memory", device, f"{host}; DOES NOT FIT by the plan{lever}", loud=True)
-
-
-def set_up(
-    model: str | Path | PreTrainedModel | None,
-    args: SFTConfig,
-    train_dataset: Any,
-    eval_dataset: Any,
-    tokenizer: PreTrainedTokenizerBase | None,
-    peft_config: Any,
-) -> Job:
-    """Makes the parts of a run, cheapest failure first.
-
-    Raises:
-        UserError: the options, the data, the model or the memory do not allow the run.
-    """
-    if isinstance(model, str | Path):
-        args = args.replace(model_name_or_path=str(model))
-    elif model is not None and not isinstance(model, PreTrainedModel):
-        raise UserError(
-            "SFTTrainer's model is neither a name nor a transformers model",
-            got=type(model).__name__,
-            do="Pass the transformers model itself; for LoRA the base model, and the LoraConfig as peft_config",
-        )
-    given = model if isinstance(model, PreTrainedModel) else None
-    if given is None and args.model_name_or_path is None:
-        raise UserError(
-            "there is no model", do="Set model_name_or_path to a hub name, a model folder or a shape such as qwen3-4b"
-        )
-    check_trackers(args.report_to)
-    check_optim(args)
-    world.set_allocator()
-    device = world.device(args.use_cpu)
-    if device.type == "cuda" and args.memory_limit:
-        total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, args.memory_limit / total), device)
-    if args.full_determinism:
-        enable_full_determinism(args.seed)
-    else:
-        set_seed(args.seed)
-
-    seconds: dict[str, float] = {}
-    machine = world.agree(world.machine())
-    with _timed(seconds, "tokenise"):
-        if given is None:
-            plan_command(args, machine)  # refuses positions and models that cannot be, before the text is read
-            tokenizer = tokenizer or load_tokenizer(args)
-        rows = prepare_rows(args, tokenizer, split="train", dataset=train_dataset, report=_say)
-        eval_rows = None
-        if eval_dataset is not None or args.eval_strategy != "no":
-            eval_rows = prepare_rows(args, tokenizer, split="test", dataset=eval_dataset, report=_say)
-    with _timed(seconds, "load"):
-        loaded = load_model(args, device) if given is None else adopt_model(given, args, device)
-        loaded = replace(loaded, tokenizer=tokenizer)
-        for found in (rows, eval_rows):
-            if found is not None:
-                _checked(found, loaded)
-        if peft_config is not None or args.use_peft:
-            loaded = wrap_lora(loaded, args, peft_config)
-    with _timed(seconds, "levers"):
-        plan = choose(args, loaded.facts, machine, longest=int(rows.lengths.max()))
-        world.same_everywhere("the plan", _digest(plan))
-        prepare(loaded.model, args, plan)
-    placed = levers(loaded.model)
-    assert placed is not None
-    if placed.disk is not None and placed.disk.speed is not None:
-        seconds["disk speed"] = placed.disk.seconds
-        seconds["levers"] -= placed.disk.seconds
-    with _timed(seconds, "pin"):
-        placed.reserve(loaded.model, int(rows.lengths.max()))
-    return Job(args, loaded, rows, eval_rows, plan, device, seconds)
-
-
-def _digest(plan: Plan) -> str:
-    """Of all that decides in which order a rank calls the others."""
-    decided = (plan.keep, plan.streamed, plan.kv_heads_per_call, plan.layer_tile_tokens, plan.stream_back)
-    return hashlib.sha256(repr((*decided, plan.loss_tile_tokens, plan.states)).encode()).hexdigest()
-
-
-def _checked(rows: Rows, loaded: LoadedModel) -> Rows:
-    check_token_ids(rows.max_id, loaded.facts.vocab)
-    return rows
 
 
 def update_options(args: SFTConfig) -> dict[str, Any]:
@@ -346,37 +307,7 @@ def _kept(args: SFTConfig) -> str:
     return f"every checkpoint is kept (save_total_limit: null){timed}"
 
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-_REFUSED = {
-    "data_collator": "rows are made by megaspan: give the text, or token ids, as train_dataset",
-    "compute_loss_func": "the loss is taken tile by tile and never sees all logits; choose loss_type",
-    "compute_metrics": "it needs all predictions at once, which do not fit; token accuracy and entropy are logged",
-    "optimizers": "the fp32 masters live in megaspan's own optimizer; choose optim, learning_rate and lr_scheduler_type",
-    "optimizer_cls_and_kwargs": "the fp32 masters live in megaspan's own optimizer; choose optim and learning_rate",
-    "preprocess_logits_for_metrics": "the logits of a row are never all there",
-    "quantization_config": "quantised base weights are not proven exact here; load the model in bf16",
-    "formatting_func": "map the dataset to a text column before: dataset.map(lambda row: {'text': ...})",
-}
-
-
-def refuse_parameters(**given: Any) -> None:
-    """Refuses, by name, the parameters of TRL's trainer that have no meaning here."""
-    for name, value in given.items():
-        if value is not None:
-            raise UserError(f"SFTTrainer's {name} is not supported: {_REFUSED[name]}", do=f"Leave {name} out")
-
-
-class _timed:
-    """Adds the seconds of a `with` block to a table."""
-
-    def __init__(self, table: dict[str, float], name: str) -> None:
-        self.table, self.name = table, name
-
-    def __enter__(self) -> None:
-        self.begun = time.monotonic()
-
-    def __exit__(self, *_: object) -> None:
-        self.table[self.name] = self.table.get(self.name, 0.0) + time.monotonic() - self.begun
+def say(ranks: world.Ranks, text: str) -> None:
+    """Prints a line on stderr, on the rank that speaks."""
+    if ranks.speaks:
+        print(text, file=sys.stderr, flush=True)

@@ -5,6 +5,9 @@ layers, a signal abandons the open step at the next layer and leaves a complete 
 by minutes (`save_minutes`) as well as by steps, and an update that has begun is always finished, so that no half-updated
 weights are ever saved. Where parameters are updated in the backward (`StatePlan.gradients`: "update") that means the rest of
 the backward: a signal before the first update abandons the step, one after it waits for the step's end.
+
+Of several ranks all run this loop alike: they pass the same layers, stop at the same one, and what a clock or a callback of one
+of them decides (a checkpoint, the end) is decided for all.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megaspan import world
 from megaspan.config import SFTConfig
 from megaspan.optimizer import NonFiniteGradient, Optimizer
 from megaspan.report import Metrics, Progress
@@ -25,6 +29,9 @@ from megaspan.trainer.interrupt import Interrupted, Interrupts
 from megaspan.trainer.job import Job
 from megaspan.trainer.schedule import Schedule
 from megaspan.trainer.step import Accumulator, Sums
+
+# Seconds that the first step may take longer, in each of its phases: kernels are compiled and memory is pinned there.
+_FIRST_STEP = 60.0
 
 
 @dataclass
@@ -54,10 +61,12 @@ class Loop:
         state, steps_per_epoch = self.callbacks.state, self.schedule.steps_per_epoch
         self._all = Sums()
         self._lengths: list[int] = []
+        self._begun_at = state.global_step
+        self._where = ""
         self._saved_at = self._logged_at = time.monotonic()
         self._checkpoint: tuple[int, Path] | None = None  # the step that was saved last by this call, and where
         self._drawn_before: dict[str, Any] | None = None  # random states when the open step began
-        self._accumulator = Accumulator(self.job.model, self.job.device)
+        self._accumulator = Accumulator(self.job.model, self.job.share, self.args.seed)
         self.job.watch_layers(self._layer)
         self.job.model.train()
         self.callbacks.control.should_training_stop = False
@@ -70,12 +79,14 @@ class Loop:
                 self.callbacks.begin_step()
                 self._step(state.global_step)
                 self._drawn_before = None
+                self.job.ranks.beat(f"after step {state.global_step}", None)  # callbacks and saves take any time
                 self.callbacks.call("on_step_end")
                 if state.global_step % steps_per_epoch == 0:
                     self.callbacks.call("on_epoch_end")
                 self._log_evaluate_save()
-                self.interrupts.check()  # a signal that waited for an update must not wait for the next step's first layer
+                self._check()  # a signal that waited for an update must not wait for the next step's first layer
         except Interrupted as interrupted:
+            self.job.ranks.beat("the step is abandoned", None)
             self.job.discard_step()
             self.optimizer.zero_grad()
             if self._drawn_before is not None:  # the resumed step must draw the dropout masks that the abandoned one has drawn
@@ -101,15 +112,18 @@ class Loop:
         """Optimizer step `step`, counted from 0."""
         self.job.reset_peaks()
         self.progress.begin_step(step + 1)
+        self._where = f"step {step + 1} "
+        self._beat("begins")
         rows = [self.job.rows[number] for number in self.schedule.window(step)]
         self._waiting = False
         self._learning_rate = self.optimizer.learning_rate
         try:
-            self._accumulator.backward(rows, self.optimizer.last_row)
+            self._accumulator.backward(rows, step, self.optimizer.last_row)
             sums = self._accumulator.sums()
             if not self.optimizer.updating:
-                self.interrupts.check()
+                self._check()
             self.progress.phase("optimizer")
+            self._beat("optimizer")
             self.callbacks.call("on_pre_optimizer_step")
             self._norm = self._update(sums, step)
         except NonFiniteGradient as error:
@@ -122,7 +136,7 @@ class Loop:
         self.job.synchronize()
         self.unlogged.add(sums)
         self._all.add(sums)
-        self._lengths += [len(row.input_ids) for row in rows]
+        self._lengths += [length for row in rows for length in self.job.share.stretches(row)]
         state = self.callbacks.state
         state.global_step, state.epoch = step + 1, self.schedule.epoch_after(step)
         state.num_input_tokens_seen += sums.tokens
@@ -145,6 +159,7 @@ class Loop:
 
     def _log_evaluate_save(self) -> None:
         control, state = self.callbacks.control, self.callbacks.state
+        save_is_due = self._agree(self._save_is_due())
         if control.should_log:
             now = time.monotonic()
             entry = self.unlogged.means() | {
@@ -158,18 +173,31 @@ class Loop:
             self.unlogged.clear()
             self._lengths, self._logged_at = [], now
         if control.should_evaluate:
+            self._where = f"evaluation after step {state.global_step} "
             self._log(self.evaluate() | {"epoch": round(state.epoch, 4)})
+            self.job.ranks.beat(f"after evaluation after step {state.global_step}", None)
             self._logged_at = time.monotonic()
-        if control.should_save or self._save_is_due():
+        if control.should_save or save_is_due:
             self._save()
             self.callbacks.call("on_save")
             self._saved_at = self._logged_at = time.monotonic()
+        self._agree(False)
+
+    def _agree(self, wish: bool) -> bool:
+        """Has what callbacks of any rank want done on all; returns rank 0's `wish`, since clocks differ."""
+        control, mine = self.callbacks.control, wish and self.job.ranks.speaks
+        names = ("should_log", "should_evaluate", "should_save", "should_training_stop")
+        *wanted, wish = (bool(flag) for flag in world.largest([*(getattr(control, name) for name in names), mine]))
+        for name, value in zip(names, wanted, strict=True):
+            setattr(control, name, value)
+        return wish
 
     def _save(self) -> Path:
         """The checkpoint of the last complete step; written unless it is there, since at 8B it is 115 GB."""
         step = self.callbacks.state.global_step
         if self._checkpoint is None or self._checkpoint[0] != step:
             self.progress.phase("saving")
+            self.job.ranks.beat(f"saving step {step}", None)
             self._checkpoint = (step, self.save())
         return self._checkpoint[1]
 
@@ -188,8 +216,9 @@ class Loop:
     def _layer(self, phase: str, index: int) -> None:
         """At every layer boundary of a step, on whichever thread runs it."""
         self.optimizer.settle()
+        self._beat(f"{phase} layer {index}")
         if not self.optimizer.updating:
-            self.interrupts.check()
+            self._check()
         elif self.interrupts.signum is not None and not self._waiting:
             self._waiting = True
             self.progress.say(
@@ -197,3 +226,14 @@ class Loop:
                 "the process, and the last checkpoint stays"
             )
         self.progress.layer(phase, index)
+
+    def _beat(self, phase: str) -> None:
+        """Notes where this rank is, and how long it may stay there before the others wonder."""
+        first = _FIRST_STEP if self.callbacks.state.global_step == self._begun_at else 0.0
+        self.job.ranks.beat(self._where + phase, self.job.layer_patience + first)
+
+    def _check(self) -> None:
+        """Raises `Interrupted` where all ranks stop for a signal that has come to any of them."""
+        signum = self.job.ranks.boundary(self.interrupts.signum)
+        if signum is not None:
+            raise Interrupted(signum)

@@ -19,7 +19,7 @@ class Schedule:
 
     Attributes:
         rows: rows in the training data.
-        rows_per_step: `per_device_train_batch_size` × `gradient_accumulation_steps`.
+        rows_per_step: `per_device_train_batch_size` × `gradient_accumulation_steps` × ranks with rows of their own.
         epochs: passes over the data; ignored when `max_steps` is positive.
         max_steps: optimizer steps, or a number ≤ 0 to let `epochs` decide.
         seed: of the row order; each epoch has a permutation of its own, as in `transformers.Trainer`.

@@ -2,7 +2,8 @@
 
 What makes a million tokens possible is in the levers that `prepare` puts on the model; what is here is what a step of minutes
 asks for: everything that can fail is tried before the first step, a checkpoint is complete or absent, a signal is answered at
-the next layer, a resume reads nothing twice.
+the next layer, a resume reads nothing twice. On several ranks every rank makes the same trainer with the same arguments and
+calls the same methods; rank 0 writes and speaks.
 """
 
 from __future__ import annotations
@@ -10,22 +11,24 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerState
 from transformers.trainer_utils import TrainOutput
 
-from megaspan import store
+from megaspan import store, world
 from megaspan.config import SFTConfig
 from megaspan.human import UserError
 from megaspan.optimizer import Optimizer
 from megaspan.report import Line, Metrics, Progress, print_header
 from megaspan.trainer.callbacks import Callbacks, check_callback
 from megaspan.trainer.interrupt import Interrupted, Interrupts
-from megaspan.trainer.job import Job, refuse_parameters, set_up, update_options
+from megaspan.trainer.job import Job, update_options
 from megaspan.trainer.loop import Loop
 from megaspan.trainer.schedule import Schedule
+from megaspan.trainer.setup import refuse_parameters, set_up
 from megaspan.trainer.step import Accumulator, Sums
 
 
@@ -86,7 +89,7 @@ class SFTTrainer:
         self.args = self._job.args
         self.model, self.processing_class = self._job.model, self._job.tokenizer
         self.train_dataset, self.eval_dataset = self._job.rows, self._job.eval_rows
-        self._callbacks = Callbacks(self.args, callbacks, self.model, self.processing_class)
+        self._callbacks = Callbacks(self.args, callbacks, self.model, self.processing_class, self._job.ranks.mesh)
         self._unlogged = Sums()
         self._callbacks.call("on_init_end")
 
@@ -111,13 +114,14 @@ class SFTTrainer:
                 room, or this trainer has trained before and is not told to resume.
             Interrupted: SIGINT or SIGTERM came; a complete checkpoint was left.
         """
-        with store.lock_run(self.args.output_dir):
+        with ExitStack() as stack:
+            store.together(lambda: stack.enter_context(store.lock_run(self.args.output_dir)))
             return self._train(resume_from_checkpoint)
 
     def _train(self, resume_from_checkpoint: str | bool | None) -> TrainOutput:
         args, job, state = self.args, self._job, self._callbacks.state
         wish = args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
-        checkpoint = store.open_run(args.output_dir, wish)
+        checkpoint = store.together(lambda: store.open_run(args.output_dir, wish))
         if checkpoint is None and state.global_step > 0:
             raise UserError(
                 f"this trainer has trained {state.global_step} steps already, and the state of its optimizer is gone",
@@ -125,7 +129,7 @@ class SFTTrainer:
             )
         schedule = Schedule(
             rows=len(job.rows),
-            rows_per_step=args.per_device_train_batch_size * args.gradient_accumulation_steps,
+            rows_per_step=args.per_device_train_batch_size * args.gradient_accumulation_steps * job.ranks.mesh.size("data"),
             epochs=args.num_train_epochs,
             max_steps=args.max_steps,
             seed=args.seed if args.data_seed is None else args.data_seed,
@@ -150,18 +154,22 @@ class SFTTrainer:
             identity=job.identity(schedule),
         )
         job.write_run_facts(schedule, checkpoint)
-        metrics = Metrics(args.output_dir, args.report_to, args.run_name, args.resolved(), resumed_step=state.global_step)
+        speaks = job.ranks.speaks
+        metrics = Metrics(
+            args.output_dir, args.report_to, args.run_name, args.resolved(), resumed_step=state.global_step, quiet=not speaks
+        )
         progress = Progress(
             schedule.total_steps,
             job.facts.layers,
             enabled=not args.disable_tqdm,
             first_step=state.global_step,
-            rows_per_step=schedule.rows_per_step,
+            rows_per_step=job.share.rounds(schedule.rows_per_step),
+            quiet=not speaks,
             memory=job.device_memory if job.device.type == "cuda" else None,
         )
-        print_header(
-            job.header(schedule, Line("precision", optimizer.precision, optimizer.reason), rehearsal, checkpoint, changed)
-        )
+        if speaks:
+            precision = Line("precision", optimizer.precision, optimizer.reason)
+            print_header(job.header(schedule, precision, rehearsal, checkpoint, changed))
         begun = time.monotonic()
 
         def save() -> Path:
@@ -193,6 +201,7 @@ class SFTTrainer:
                 loop.run()
             finally:
                 job.levers.give_back_disk()  # the final model may need the room
+        job.ranks.beat("after the last step", None)
         seconds = time.monotonic() - begun
         return TrainOutput(state.global_step, loop.mean_loss, {"train_runtime": seconds, "train_loss": loop.mean_loss})
 
@@ -209,7 +218,10 @@ class SFTTrainer:
         return metrics
 
     def save_model(self, output_dir: str | Path | None = None) -> None:
-        """Writes a folder that plain `transformers` (or `peft`) loads: weights, tokenizer, rope settings, the new length."""
+        """Writes a folder that plain `transformers` (or `peft`) loads: weights, tokenizer, rope settings, the new length.
+
+        Of several ranks all call it, and one writes.
+        """
         out = Path(output_dir or Path(self.args.output_dir) / store.FINAL)
         store.save_model(self.model, self.processing_class, out)
 
@@ -220,14 +232,13 @@ class SFTTrainer:
                 "there is no held-out data to evaluate on",
                 do="Pass eval_dataset=…, or set eval_strategy and dataset_test_split",
             )
-        begun, total = time.monotonic(), Sums()
-        accumulator = Accumulator(self.model, self._job.device)
+        begun = time.monotonic()
+        accumulator = Accumulator(self.model, self._job.share, self.args.seed)
         training = self.model.training
         self.model.eval()
         try:
-            for number in range(len(rows)):
-                accumulator.evaluate(rows[number])
-                total.add(accumulator.sums())
+            accumulator.evaluate(rows)
+            total = accumulator.sums()
         finally:
             self.model.train(training)
         values = total.means() | {"runtime": time.monotonic() - begun, "num_tokens": float(total.tokens)}
@@ -268,17 +279,18 @@ class SFTTrainer:
 
 def run(config: SFTConfig) -> dict[str, Any]:
     """The verb `megaspan train`: trains as `config` says and saves the final model; returns what a program wants to know."""
-    with store.lock_run(config.output_dir):
-        store.open_run(config.output_dir, config.resume_from_checkpoint)
+    if world.launch().rank == 0:  # before anything is loaded
+        with store.lock_run(config.output_dir):
+            store.open_run(config.output_dir, config.resume_from_checkpoint)
     trainer = SFTTrainer(args=config)
     output = trainer.train()
     with Interrupts() as interrupts:  # the training is done: a signal waits for the one thing that is left of it
         trainer.save_model()
-    try:
-        interrupts.check()
-    except Interrupted as interrupted:
+    (signum,) = world.largest([interrupts.signum or 0])
+    if signum:
+        interrupted = Interrupted(int(signum))
         interrupted.add_note(f"the training was done, and {Path(config.output_dir) / store.FINAL} is complete")
-        raise
+        raise interrupted
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     result = {
         "steps": output.global_step,
@@ -288,7 +300,7 @@ def run(config: SFTConfig) -> dict[str, Any]:
         "model": str(Path(config.output_dir) / store.FINAL),
         "metrics": str(Path(config.output_dir) / "metrics.jsonl"),
     }
-    picture = _picture(config.output_dir)
+    picture = _picture(config.output_dir) if world.launch().rank == 0 else None
     return result | ({"plot": str(picture)} if picture else {})
 
 

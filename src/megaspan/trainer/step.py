@@ -2,21 +2,23 @@
 
 The loss of a step is one number over all its rows: the sum over trained tokens divided by their count, whatever the rows'
 lengths and however they are cut into micro-batches (the mean of per-row means weighs short rows too much: cases R09, R10). So
-the tokens of the whole window are counted first, and every row's gradient is scaled by that one count. Rows go through the
-model one at a time: at these lengths a single row fills the device, no row is ever padded to another's length, and a window
-may hold rows of any size.
+the tokens of the whole window are counted first, on every rank those of all of them, and every row's gradient is scaled by that
+one count. Rows go through the model one at a time: at these lengths a single row fills the device, no row is ever padded to
+another's length, and a window may hold rows of any size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 
-from megaspan.data import Row
+from megaspan import world
+from megaspan.data import Row, Rows
+from megaspan.layers.dropout import row_seed
+from megaspan.trainer.share import Share, trained_tokens, untrained
 
 
 @dataclass
@@ -62,7 +64,7 @@ class Sums:
 
 @dataclass
 class _OnDevice:
-    """Totals of one row, still on the device: reading them would make the host wait in the middle of a step."""
+    """Totals of this rank's tokens of a row, still on the device: reading them would make the host wait inside a step."""
 
     loss: torch.Tensor
     correct: torch.Tensor
@@ -73,56 +75,65 @@ class _OnDevice:
 
 @dataclass
 class Accumulator:
-    """Runs rows and keeps their totals on the device until the step is over."""
+    """Runs this rank's part of rows and keeps its totals on the device until the step is over.
+
+    Attributes:
+        model: the prepared model.
+        share: which rows and tokens are this rank's.
+        seed: of the run, for dropout.
+    """
 
     model: torch.nn.Module
-    device: torch.device
+    share: Share
+    seed: int
     _rows: list[_OnDevice] = field(default_factory=list)
 
-    def backward(self, rows: Sequence[Row], last_row: Callable[[], None] = lambda: None) -> None:
+    def backward(self, rows: Sequence[Row], step: int, last_row: Callable[[], None] = lambda: None) -> None:
         """Forward and backward of one window; gradients are those of the window's mean loss over trained tokens.
 
         Args:
-            rows: the window.
+            rows: the window, of all ranks.
+            step: its number.
             last_row: called before the last row, whose backward completes the gradients; not in a window without a trained
                 token, whose gradients are nothing to update by.
         """
         total = sum(trained_tokens(row) for row in rows)
-        for number, row in enumerate(rows):
-            if total and number == len(rows) - 1:
+        mine = self.share.deal([len(row.input_ids) for row in rows])
+        for number, place in enumerate(mine):
+            if total and number == len(mine) - 1:
                 last_row()
-            output = self._forward(row, total)
-            # The loss of a fully masked row is a constant 0 without a graph on some paths: there is nothing to add.
-            if output.loss.requires_grad:
-                output.loss.backward()
+            # The number of a forward is its row's, so dropout is the same on any ranks.
+            if place is None:
+                loss = self._forward(untrained(rows[0]), total, row_seed(self.seed, step, len(rows)), counts=False)
+            else:
+                loss = self._forward(rows[place], total, row_seed(self.seed, step, place))
+            if loss.requires_grad:
+                loss.backward()
+            elif self.share.mesh.ranks > 1:
+                raise RuntimeError("a forward has no gradient, and other ranks would wait for this one in the backward")
 
     @torch.no_grad()
-    def evaluate(self, row: Row) -> None:
-        """Forward of one row."""
-        self._forward(row, trained_tokens(row))
+    def evaluate(self, rows: Rows) -> None:
+        """Forward of rows."""
+        for place in self.share.deal(rows.lengths):
+            row = untrained(rows[0]) if place is None else rows[place]
+            self._forward(row, trained_tokens(row), None, counts=place is not None)
 
-    def _forward(self, row: Row, total: int) -> Any:
-        inputs = {name: torch.from_numpy(array)[None].to(self.device) for name, array in model_inputs(row).items()}
-        output = self.model(**inputs, num_items_in_batch=max(total, 1), use_cache=False)
-        trained = trained_tokens(row)
+    def _forward(self, row: Row, total: int, seed: int | None, *, counts: bool = True) -> torch.Tensor:
+        more = {} if seed is None else {"megaspan_seed": seed}
+        inputs: dict[str, Any] = self.share.inputs(row)
+        output = self.model(**inputs, num_items_in_batch=max(total, 1), use_cache=False, **more)
         loss = output.loss.detach().float() * max(total, 1)
-        self._rows.append(_OnDevice(loss, output.correct, output.entropy, trained, len(row.input_ids) - row.padding))
-        return output
+        tokens = (trained_tokens(row), len(row.input_ids) - row.padding) if counts and self.share.counts else (0, 0)
+        self._rows.append(_OnDevice(loss, output.correct, output.entropy, *tokens))
+        found: torch.Tensor = output.loss
+        return found
 
     def sums(self) -> Sums:
-        """Totals since the last call; waits for the device."""
+        """Totals since the last call, over all ranks; waits for the device."""
         sums = Sums()
         for row in self._rows:
             sums.add(Sums(row.loss.item(), int(row.correct.item()), row.entropy.item(), row.trained, row.tokens))
         self._rows.clear()
-        return sums
-
-
-def model_inputs(row: Row) -> dict[str, np.ndarray]:
-    """`input_ids`, `labels` and `position_ids` of a row, each int64 of shape [T]; labels are not shifted."""
-    return {"input_ids": row.input_ids, "labels": row.labels, "position_ids": np.arange(len(row.input_ids))}
-
-
-def trained_tokens(row: Row) -> int:
-    """Tokens of the row that the loss is taken over: those with a label and a predecessor to predict them from."""
-    return int((row.labels[1:] != -100).sum())
+        loss, correct, entropy, trained, tokens = world.summed(astuple(sums))
+        return Sums(loss, int(correct), entropy, int(trained), int(tokens))

@@ -1,0 +1,221 @@
+"""`set_up`: everything of a run, made in the order in which it can fail cheaply.
+
+The options first, then the text (prepared before any process group or weight exists, case R82: one rank tokenises while the
+others wait for it, not in a collective with a timeout), then the plan, then the weights, straight into each rank's shards.
+
+Ranks that differ in what decides their collectives wait for each other for ever, so options, rows, a model that came as an
+object and the plan are compared over all ranks before the first step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers.trainer_utils import enable_full_determinism
+
+from megaspan import world
+from megaspan.config import SFTConfig
+from megaspan.data import Rows, prepare_rows
+from megaspan.human import UserError
+from megaspan.layers.checkpoint import checkpointed_layers
+from megaspan.model import (
+    LoadedModel,
+    adopt_model,
+    check_token_ids,
+    levers,
+    load_model,
+    load_tokenizer,
+    prepare,
+    unwrap,
+    wrap_lora,
+)
+from megaspan.model.shard import shard
+from megaspan.model.sharded import load_sharded
+from megaspan.optimizer import check_optim
+from megaspan.plan import Plan, choose, plan_command
+from megaspan.report import check_trackers
+from megaspan.trainer.job import Job, say
+from megaspan.trainer.share import Share
+
+_LOOKED_AT = 8  # rows, the longest ones, by which the memory for a row's part is measured
+
+
+def set_up(
+    model: str | Path | PreTrainedModel | None,
+    args: SFTConfig,
+    train_dataset: Any,
+    eval_dataset: Any,
+    tokenizer: PreTrainedTokenizerBase | None,
+    peft_config: Any,
+) -> Job:
+    """Makes the parts of a run, cheapest failure first. Of several ranks all call it, with the same arguments.
+
+    Raises:
+        UserError: the options, the launch, the data, the model or the memory do not allow the run.
+    """
+    ranks = world.join(args)
+    args, given = _wished(model, args)
+    check_trackers(args.report_to)
+    check_optim(args)
+    world.set_allocator()
+    device = ranks.device
+    if device.type == "cuda" and args.memory_limit:
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, args.memory_limit / total), device)
+    if args.full_determinism:
+        enable_full_determinism(args.seed)
+    else:
+        set_seed(args.seed)
+
+    seconds: dict[str, float] = {}
+    with _timed(seconds, "tokenise"):
+        if given is None:
+            # Refuses positions, models and heads that cannot be, before the text is read.
+            facts = plan_command(args, world.machine()).model
+            ranks.mesh.check_heads(facts.heads, facts.kv_heads)
+            tokenizer = tokenizer or load_tokenizer(args)
+        rows, eval_rows = ranks.in_turn("tokenise", lambda: _rows(args, ranks, tokenizer, train_dataset, eval_dataset))
+    with _timed(seconds, "load"):
+        axes = ranks.connect()
+        world.same_everywhere("the configuration", _hash(args.resolved()))
+        world.same_everywhere("the data", _hash([rows.fingerprint, eval_rows and eval_rows.fingerprint]))
+        machine = world.agree(world.machine())
+        loaded = _loaded(args, given, ranks, axes, peft_config)
+        loaded = replace(loaded, tokenizer=tokenizer)
+        for found in (rows, eval_rows):
+            if found is not None:
+                check_token_ids(found.max_id, loaded.facts.vocab)
+    with _timed(seconds, "levers"):
+        longest = int(rows.lengths.max())
+        plan = choose(args, loaded.facts, machine, longest=longest)
+        world.same_everywhere("the plan", _digest(plan))
+        prepare(loaded.model, args, plan)
+    placed = levers(loaded.model)
+    assert placed is not None
+    if placed.disk is not None and placed.disk.speed is not None:
+        seconds["disk speed"] = placed.disk.seconds
+        seconds["levers"] -= placed.disk.seconds
+    share = Share.of(loaded.model, device, ranks.mesh, axes)
+    with _timed(seconds, "pin"):
+        placed.reserve(loaded.model, _most_slots(share, rows))
+    return Job(args, loaded, rows, eval_rows, plan, ranks, share, seconds)
+
+
+def _wished(model: Any, args: SFTConfig) -> tuple[SFTConfig, PreTrainedModel | None]:
+    """The options with the model's name in them, or the model itself."""
+    if isinstance(model, str | Path):
+        args = args.replace(model_name_or_path=str(model))
+    elif model is not None and not isinstance(model, PreTrainedModel):
+        raise UserError(
+            "SFTTrainer's model is neither a name nor a transformers model",
+            got=type(model).__name__,
+            do="Pass the transformers model itself; for LoRA the base model, and the LoraConfig as peft_config",
+        )
+    given = model if isinstance(model, PreTrainedModel) else None
+    if given is None and args.model_name_or_path is None:
+        raise UserError(
+            "there is no model", do="Set model_name_or_path to a hub name, a model folder or a shape such as qwen3-4b"
+        )
+    return args, given
+
+
+def _rows(
+    args: SFTConfig, ranks: world.Ranks, tokenizer: Any, train_dataset: Any, eval_dataset: Any
+) -> tuple[Rows, Rows | None]:
+    def report(text: str) -> None:
+        say(ranks, text)
+
+    rows = prepare_rows(args, tokenizer, split="train", dataset=train_dataset, report=report)
+    if eval_dataset is None and args.eval_strategy == "no":
+        return rows, None
+    return rows, prepare_rows(args, tokenizer, split="test", dataset=eval_dataset, report=report)
+
+
+def _loaded(
+    args: SFTConfig, given: PreTrainedModel | None, ranks: world.Ranks, axes: world.DeviceAxes | None, peft_config: Any
+) -> LoadedModel:
+    """The model with its adapter; of several ranks each holds its shards."""
+    if axes is not None and given is None:
+        loaded = load_sharded(args, ranks.device, axes.fsdp, peft_config)
+    else:
+        loaded = load_model(args, ranks.device) if given is None else adopt_model(given, args, ranks.device)
+        if given is not None:
+            ranks.mesh.check_heads(loaded.facts.heads, loaded.facts.kv_heads)
+        if peft_config is not None or args.use_peft:
+            loaded = wrap_lora(loaded, args, peft_config)
+        if axes is not None:
+            # Each rank keeps a part of what it was given: parts of different models would make a model of their own.
+            world.same_everywhere("the model", _sample(loaded.model))
+            compute = next(parameter.dtype for parameter in loaded.model.parameters() if parameter.is_floating_point())
+            shard(loaded.model, axes.fsdp, masters=args.weights_dtype != "bfloat16", compute=compute)
+    world.refuse_wrapped(sorted({_layer_class(layer) for layer in checkpointed_layers(unwrap(loaded.model))}))
+    return loaded
+
+
+def _layer_class(layer: torch.nn.Module) -> str:
+    """The class of a layer by its own name: FSDP2 makes another of it."""
+    return next(kind.__name__ for kind in type(layer).__mro__ if not issubclass(kind, FSDPModule))
+
+
+def _sample(model: torch.nn.Module) -> str:
+    """A digest of up to 1,024 values of each weight."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        flat = parameter.detach().reshape(-1)
+        digest.update(name.encode() + flat[:: max(1, flat.numel() // 1024)].float().cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _most_slots(share: Share, rows: Rows) -> int:
+    """The most tokens that this rank holds of one of the longest rows, or of all rows where there are few."""
+    longest = sorted(range(len(rows)), key=lambda number: -int(rows.lengths[number]))[:_LOOKED_AT]
+    return share.slots(rows[number] for number in longest)
+
+
+def _digest(plan: Plan) -> str:
+    """Of all that decides in which order a rank calls the others."""
+    decided = (plan.keep, plan.streamed, plan.kv_heads_per_call, plan.layer_tile_tokens, plan.stream_back)
+    return _hash((*decided, plan.loss_tile_tokens, plan.states))
+
+
+def _hash(value: Any) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()
+
+
+_REFUSED = {
+    "data_collator": "rows are made by megaspan: give the text, or token ids, as train_dataset",
+    "compute_loss_func": "the loss is taken tile by tile and never sees all logits; choose loss_type",
+    "compute_metrics": "it needs all predictions at once, which do not fit; token accuracy and entropy are logged",
+    "optimizers": "the fp32 masters live in megaspan's own optimizer; choose optim, learning_rate and lr_scheduler_type",
+    "optimizer_cls_and_kwargs": "the fp32 masters live in megaspan's own optimizer; choose optim and learning_rate",
+    "preprocess_logits_for_metrics": "the logits of a row are never all there",
+    "quantization_config": "quantised base weights are not proven exact here; load the model in bf16",
+    "formatting_func": "map the dataset to a text column before: dataset.map(lambda row: {'text': ...})",
+}
+
+
+def refuse_parameters(**given: Any) -> None:
+    """Refuses, by name, the parameters of TRL's trainer that have no meaning here."""
+    for name, value in given.items():
+        if value is not None:
+            raise UserError(f"SFTTrainer's {name} is not supported: {_REFUSED[name]}", do=f"Leave {name} out")
+
+
+class _timed:
+    """Adds the seconds of a `with` block to a table."""
+
+    def __init__(self, table: dict[str, float], name: str) -> None:
+        self.table, self.name = table, name
+
+    def __enter__(self) -> None:
+        self.begun = time.monotonic()
+
+    def __exit__(self, *_: object) -> None:
+        self.table[self.name] = self.table.get(self.name, 0.0) + time.monotonic() - self.begun

@@ -1,0 +1,135 @@
+"""Which rows of a window are this rank's, and which tokens of them.
+
+Ranks that share a row run it together, each with its own tokens; the others have rows of their own. Layer by layer all of them
+meet where weights are gathered, so they run the same number of rows, and a round of rows lasts as long as its longest: rows of
+a window are dealt by length. A window of 1,000,000, 900,000, 20,000 and 10,000 tokens on two ranks takes as long as
+1,020,000 tokens then, and 1,900,000 where luck is against it. A rank that has no row left in the last round runs one untrained
+token.
+
+Everything here follows from the rows alone and is the same on every rank, without a word between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import numpy as np
+import torch
+
+from megaspan.attention.context import RowContext, RowRanks
+from megaspan.attention.layout import TokenLayout, lay_out
+from megaspan.attention.seam import work_of
+from megaspan.attention.work import Work
+from megaspan.data import Row
+from megaspan.world import DeviceAxes, Mesh
+
+IGNORED = -100
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Share:
+    """This rank's part of rows; made by `of`.
+
+    Attributes:
+        device: where its tokens go.
+        mesh: its place among the ranks.
+        row_ranks: those that it shares a row with.
+        work: what the layers of the model cost, to balance a row by.
+    """
+
+    device: torch.device
+    mesh: Mesh = field(default_factory=Mesh)
+    row_ranks: RowRanks = field(default_factory=RowRanks)
+    work: Work = field(default_factory=Work)
+
+    @classmethod
+    def of(cls, model: torch.nn.Module, device: torch.device, mesh: Mesh, axes: DeviceAxes | None) -> Share:
+        """The part of this rank.
+
+        Args:
+            model: the model that sees the rows.
+            device: of this rank.
+            mesh: its place.
+            axes: the process groups; None for one rank.
+        """
+        cp = axes.group("cp") if axes is not None and mesh.cp > 1 else None
+        sp = axes.group("sp") if axes is not None and mesh.sp > 1 else None
+        return cls(device, mesh, RowRanks(cp, sp), work_of(model))
+
+    @property
+    def shares_rows(self) -> bool:
+        """Whether other ranks have tokens of the same row."""
+        return self.mesh.size("row") > 1
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank is the one, of those that share a row, that counts its tokens."""
+        return self.mesh.coordinate("row") == 0
+
+    def rounds(self, rows: int) -> int:
+        """Forwards that each rank runs over so many rows."""
+        return -(-rows // self.mesh.size("data"))
+
+    def deal(self, lengths: Sequence[int] | np.ndarray) -> list[int | None]:
+        """The places of this rank's rows among rows of these lengths, in the order to run them; None for one token instead.
+
+        With no other rank that has rows of its own they are all rows, in their order.
+        """
+        ranks = self.mesh.size("data")
+        if ranks == 1:
+            return list(range(len(lengths)))
+        order = sorted(range(len(lengths)), key=lambda place: (-int(lengths[place]), place))
+        mine = order[self.mesh.coordinate("data") :: ranks]
+        return [*mine, *[None] * (self.rounds(len(lengths)) - len(mine))]
+
+    @staticmethod
+    def stretches(row: Row) -> tuple[int, ...]:
+        """Tokens of each stretch of a row that attends to itself only, padding that was asked for being the last one."""
+        return (*_attention_lengths(row), *[row.padding] * (row.padding > 0))
+
+    def layout(self, row: Row) -> TokenLayout:
+        """Where the tokens of a row are."""
+        return lay_out(self.stretches(row), self.mesh.cp, sp_size=self.mesh.sp, work=self.work)
+
+    def slots(self, rows: Iterable[Row]) -> int:
+        """The most tokens, padding included, that this rank holds of one of these rows."""
+        if not self.shares_rows:
+            return max(len(row.input_ids) for row in rows)
+        return max(self.layout(row).shard_tokens // self.mesh.sp for row in rows)
+
+    def inputs(self, row: Row) -> dict[str, Any]:
+        """What the model's forward is given of a row: this rank's tokens of it, [1, slots], and how the row lies.
+
+        Labels are moved by one before the row is cut: the last token of a shard is trained by the first of another one.
+        """
+        if not self.shares_rows and len(_attention_lengths(row)) == 1:
+            positions = np.arange(len(row.input_ids))
+            whole = {"input_ids": row.input_ids, "labels": row.labels, "position_ids": positions}
+            return {name: self._on_device(values) for name, values in whole.items()}
+        context = RowContext(self.layout(row), self.row_ranks, self.device)
+        return {
+            "input_ids": self._on_device(context.shard(row.input_ids, 0)),
+            "shift_labels": self._on_device(context.shard(np.append(row.labels[1:], IGNORED), IGNORED)),
+            "position_ids": context.positions[None],
+            "megaspan_row": context,
+        }
+
+    def _on_device(self, values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(values)[None].to(self.device)
+
+
+def untrained(row: Row) -> Row:
+    """One token of a row, without a label: what a rank runs that has no row left."""
+    return Row(row.input_ids[:1].copy(), np.full(1, IGNORED, np.int64), (1,))
+
+
+def trained_tokens(row: Row) -> int:
+    """Tokens of the row that the loss is taken over: those with a label and a predecessor to predict them from."""
+    return int((row.labels[1:] != IGNORED).sum())
+
+
+def _attention_lengths(row: Row) -> tuple[int, ...]:
+    return getattr(row, "attention_lengths", None) or (len(row.input_ids) - row.padding,)
