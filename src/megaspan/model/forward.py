@@ -26,6 +26,7 @@ from megaspan.layers.dropout import DropoutHandle
 from megaspan.model.limits import check_logits_fit, device_of, free_bytes, past_window
 from megaspan.model.rows import Piece, check_covered, cut, shift
 from megaspan.model.tables import gathered_head
+from megaspan.rope import tables_of_row
 
 _OURS = ("labels", "shift_labels", "num_items_in_batch", "megaspan_seed")
 _INPUTS = ("input_ids", "attention_mask", "position_ids", "inputs_embeds", *_OURS)
@@ -78,7 +79,7 @@ class Settings:
     plain_attention: str
     host_bytes: int
     checkpoint_seam: tuple[torch.nn.Module, Any] | None = None
-    balancing: Callable[[Any], AbstractContextManager[Any]] | None = None
+    balancing: Callable[[Any, Any], AbstractContextManager[Any]] | None = None
     dropout: DropoutHandle | None = None
 
 
@@ -141,9 +142,17 @@ def _with_labels(model: Any, settings: Settings, arguments: dict[str, Any]) -> A
 
     wanted = extra["output_router_logits"]
     wanted = bool(getattr(model.config, "output_router_logits", False) if wanted is None else wanted)
-    collecting = settings.balancing(model) if wanted and settings.balancing is not None else nullcontext()
-    seed = arguments.get("megaspan_seed")
-    with collecting as balance, nullcontext() if settings.dropout is None else settings.dropout.row(seed):
+    row, seed = arguments.get("megaspan_row"), arguments.get("megaspan_seed")
+    collecting = settings.balancing(model, row) if wanted and settings.balancing is not None else nullcontext()
+    if wanted and settings.balancing is None and row is not None and row.ranks.sizes != (1, 1):
+        raise UserError(
+            f"the router's balance loss of {type(model).__name__} cannot be taken of a row on several ranks: its layers do not "
+            "stream",
+            do="Set output_router_logits: false, or gradient_checkpointing: true",
+        )
+    drawing = nullcontext() if settings.dropout is None else settings.dropout.row(seed)
+    longest = None if row is None else int(row.layout.lengths.max()) - 1
+    with collecting as balance, drawing, tables_of_row(model, longest):
         hidden_tE, routers = _backbone(model, arguments, pieces, router=wanted and balance is None)
     labels_t = torch.cat([shifted_bT[piece.row, piece.start : piece.stop] for piece in pieces])
     labels_t = labels_t.to(hidden_tE.device, torch.int64)
@@ -165,7 +174,8 @@ def _with_labels(model: Any, settings: Settings, arguments: dict[str, Any]) -> A
         aux_loss = _router_loss(model, routers)
     if aux_loss is not None:
         # A window's rows share it by their trained tokens, so that it does not grow with their number.
-        loss = loss + float(model.router_aux_loss_coef) * aux_loss * (sums.tokens / items)
+        trained = sums.tokens if balance is None else balance.over_row(sums.tokens)
+        loss = loss + float(model.router_aux_loss_coef) * aux_loss * (trained / items)
     output = LongOutput(loss=loss, tokens=sums.tokens, correct=sums.correct, entropy=sums.entropy, aux_loss=aux_loss)
     return output.to_tuple() if arguments.get("return_dict") is False else output
 
