@@ -292,9 +292,8 @@ def _result(config: SFTConfig, plan: Plan, watch: _Watch | None, failed_at: str 
 
 def _figures(plan: Plan, watch: _Watch, gpu: bool) -> Iterator[Figure]:
     if gpu:
-        allowance = sum(part.bytes for part in plan.parts if part.name.startswith("CUDA context"))
-        yield Figure(DEVICE, "bytes", plan.device_bytes - allowance, watch.device_peak)
-        yield Figure("device, taken by the allocator", "bytes", plan.device_bytes - CONTEXT_BYTES, watch.reserved)
+        yield Figure(DEVICE, "bytes", plan.device_bytes, watch.device_peak)
+        yield Figure("device, taken by the allocator", "bytes", plan.device_needed - CONTEXT_BYTES, watch.reserved)
     pinned = sum(part.bytes for part in plan.parts if ", pinned" in part.name and part.name.startswith(("layer", "attention")))
     yield Figure("host, for what layers keep", "bytes", pinned or None, watch.pinned)
     yield Figure(HOST, "bytes", plan.host_bytes, watch.host_peak)

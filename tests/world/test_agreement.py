@@ -34,7 +34,7 @@ def _rank(rank: int, port: int, size: int) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=size)
     # Rank 1 has the smaller GPU, rank 0 the smaller host.
     mine = Machine(f"GPU {rank}", (80 - 40 * rank) * GIB, (64 + 100 * rank) * GIB, 16 - rank, f"limit of {rank}")
-    assert world.agree(mine) == Machine("GPU 1", 40 * GIB, 32 * GIB, 7, "limit of 0, for each of 2 ranks")
+    assert world.agree(mine) == Machine("GPU 1", 40 * GIB, 32 * GIB, 7, "limit of 0, for each of 2 ranks", 2)
     agreement.node = lambda: f"node {rank}"
     assert world.agree(mine) == Machine("GPU 1", 40 * GIB, 64 * GIB, 15, "limit of 0")
     for digest in ("", "abc", "a" * 300, "Größe"):

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megaspan.config.parallel import check_heads
 from megaspan.human import UserError, format_bytes, format_tokens
 from megaspan.plan.adapter import adapter_size
 from megaspan.plan.cost import Memory, disk_parts
@@ -22,6 +23,7 @@ from megaspan.plan.keep import KeepPolicy
 from megaspan.plan.levers import Lever, further, rescue, turns
 from megaspan.plan.logits import largest_allocation, loss_tile
 from megaspan.plan.parts import Part, Settings
+from megaspan.plan.ranks import RankSizes, share_of
 from megaspan.plan.reasons import keep_rows, layer_reasons, state_reasons, summary
 from megaspan.plan.rope_math import RopeChoice, resolve_rope
 from megaspan.plan.search import longest_row
@@ -30,6 +32,8 @@ from megaspan.plan.states import StatePlan, state_plans
 
 if TYPE_CHECKING:
     from megaspan.config import SFTConfig
+
+ONE_RANK = RankSizes()
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,10 @@ class Plan:
         states: where gradients, masters and moments lie.
         summary: what was chosen and why, in one sentence.
         parts: every byte at the peak, and what waits on the host and on disk.
-        device_bytes, host_bytes: peaks; device 0 without a GPU.
+        device_bytes: peak of the tensors on the device, what an allocator reports; 0 without a GPU.
+        device_needed: the same with the CUDA context and slack, what has to be within the limit.
+        host_bytes: peak of host memory, with the process.
+        host_for_layers: what a limit on host memory leaves for what layers keep.
         device_limit, host_limit: what there is.
         limits_from: where these two numbers come from.
         fits: both peaks are within their limits.
@@ -64,6 +71,8 @@ class Plan:
         largest: the largest single tensor.
         seconds: a predicted step.
         model, machine: what was planned for.
+        sizes: ranks that share row and states. All numbers are one rank's.
+        tokens_per_rank: tokens of the longest row on one rank, outside of attention.
     """
 
     tokens: int
@@ -81,7 +90,9 @@ class Plan:
     summary: str
     parts: tuple[Part, ...]
     device_bytes: int
+    device_needed: int
     host_bytes: int
+    host_for_layers: int
     device_limit: int
     host_limit: int
     limits_from: tuple[str, str]
@@ -97,6 +108,8 @@ class Plan:
     seconds: Seconds
     model: ModelFacts
     machine: Machine
+    sizes: RankSizes = ONE_RANK
+    tokens_per_rank: int = 0
 
     @property
     def keep_on_device(self) -> int:
@@ -121,11 +134,17 @@ class Plan:
         return render_plan(self)
 
 
-def plan_command(config: SFTConfig, machine: Machine) -> Plan:
+def plan_command(config: SFTConfig, machine: Machine, sizes: RankSizes | None = None) -> Plan:
     """The plan of a configuration, before anything is loaded. With `memory_limit` set, also for a GPU that is elsewhere.
 
+    Args:
+        config: the wishes.
+        machine: the device and its host; with `sizes` one rank's part of them.
+        sizes: the mesh; None makes it of the options, as many ranks as they multiply to, on machines like this one.
+
     Raises:
-        UserError: no model is named, its configuration cannot be read, or a row would run past its positions.
+        UserError: no model is named, its configuration cannot be read, a row would run past its positions, or ranks cannot
+            share its heads.
     """
     if config.model_name_or_path is None:
         do = "Set model_name_or_path to a hub name, a model folder or a shape such as qwen3-4b"
@@ -135,28 +154,42 @@ def plan_command(config: SFTConfig, machine: Machine) -> Plan:
     facts = ModelFacts.from_config(raw, config.model_name_or_path)
     if config.memory_limit and not machine.device_bytes and not config.use_cpu:
         machine = replace(machine, device_name="a GPU elsewhere (memory_limit)", device_bytes=config.memory_limit)
-    return choose(config, facts, machine, rope=rope)
+    if sizes is None:
+        sizes = RankSizes.of(config)
+        machine = share_of(machine, sizes.total)
+    return choose(config, facts, machine, rope=rope, sizes=sizes)
 
 
 def choose(
-    config: SFTConfig, facts: ModelFacts, machine: Machine, *, longest: int | None = None, rope: RopeChoice | None = None
+    config: SFTConfig,
+    facts: ModelFacts,
+    machine: Machine,
+    *,
+    longest: int | None = None,
+    rope: RopeChoice | None = None,
+    sizes: RankSizes = ONE_RANK,
 ) -> Plan:
-    """Plan one device.
+    """Plan one rank.
 
     Args:
         config: the wishes.
         facts: the model.
-        machine: the device and its host.
+        machine: the device, and one rank's part of its host.
         longest: tokens of the longest row; `max_length` when not known.
         rope: the rotary settings, for the reasons.
+        sizes: the mesh.
+
+    Raises:
+        UserError: sp ranks cannot share the model's heads.
     """
+    check_heads(sizes.sp, facts.heads, facts.kv_heads)
     gpu = machine.device_bytes > 0 and not config.use_cpu
     limits = Limits(
         (config.memory_limit or machine.device_bytes) if gpu else 0,
-        config.host_memory or machine.host_bytes,
-        _disk_room(config),
+        config.host_memory // machine.host_ranks if config.host_memory else machine.host_bytes,
+        _disk_room(config) // machine.host_ranks,
     )
-    wished = _settings(config, facts, longest or config.max_length, gpu)
+    wished = replace(_settings(config, facts, longest or config.max_length, gpu), ranks=sizes)
     states = allowed_states(config, wished)
     found = fit(facts, wished, limits, states)
     s, used = found.settings, found.used
@@ -165,14 +198,18 @@ def choose(
     if found.fits:
         lever, suffices = further(all_turns, used, limits.host), False
     else:
-        missing = used.device_bytes - limits.device if gpu else used.host_bytes - limits.host
+        missing = used.device_needed - limits.device if gpu else used.host_bytes - limits.host
 
         def helps(changes: dict[str, Any]) -> bool:
             changed = replace(wished, **changes)
-            return can_fit(facts, changed, limits, (changes["states"],) if "states" in changes else states)
+            there = limits
+            if changed.ranks != sizes:  # more ranks of this machine share its host
+                share = changed.ranks.total // sizes.total
+                there = replace(limits, host=limits.host // share, disk=limits.disk // share)
+            return can_fit(facts, changed, there, (changes["states"],) if "states" in changes else states)
 
         lever, suffices = rescue(all_turns, s, missing, row, helps)
-    parts = (*used.peak.parts, *used.waiting, *disk_parts(facts, s, _checkpoints(config)))
+    parts = (*used.peak.parts, *used.peak.beside, *used.waiting, *disk_parts(facts, s, _checkpoints(config)))
     return Plan(
         tokens=s.tokens,
         precision=s.trained,
@@ -189,7 +226,9 @@ def choose(
         summary=summary(facts, s),
         parts=parts,
         device_bytes=used.device_bytes,
+        device_needed=used.device_needed,
         host_bytes=used.host_bytes,
+        host_for_layers=max(0, limits.host - used.host_bytes + used.host_kept),
         device_limit=limits.device,
         host_limit=limits.host,
         limits_from=_limits_from(config, machine, gpu),
@@ -205,6 +244,8 @@ def choose(
         seconds=step_seconds(facts, s, machine.device_name),
         model=facts,
         machine=machine,
+        sizes=sizes,
+        tokens_per_rank=s.slots,
     )
 
 

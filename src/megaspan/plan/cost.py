@@ -10,7 +10,7 @@ Letters: t tokens, E hidden, Q = heads x head size, V vocabulary, c bytes of the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megaspan.human import format_tokens
@@ -19,7 +19,9 @@ from megaspan.plan.keep import KeepPolicy, Place
 from megaspan.plan.layer import LayerBytes, layer_bytes, whole_layer_parts
 from megaspan.plan.logits import loss_parts, position_part
 from megaspan.plan.logits import loss_tile as loss_tile
+from megaspan.plan.over_ranks import embedding_gradient, gathered_head, gathered_weights, going_gradient
 from megaspan.plan.parts import Part, Settings
+from megaspan.plan.ranks import RankSizes
 from megaspan.plan.segments import held_bytes
 from megaspan.plan.streamed import Phase, backward_phases, forward_parts, input_bytes, output_bytes, tile_bytes
 from megaspan.plan.weights import gradient_part, host_gradients, state_parts, update_part
@@ -27,20 +29,33 @@ from megaspan.plan.weights import gradient_part, host_gradients, state_parts, up
 CONTEXT_BYTES = 768 * 2**20  # CUDA context, cuBLAS and attention workspaces
 HOST_BASE_BYTES = 4 * 2**30  # Python, torch and the CUDA libraries of one process
 CPU_BASE_BYTES = 2**30
+KEPT = ("layer inputs", "attention outputs", "layers run again", "on the way to and from disk")  # by layers, on the host
 SLACK = 0.02  # allocator rounding with expandable segments
 
 
 @dataclass(frozen=True)
 class Moment:
-    """A moment of the step with everything that is on the device then (on the CPU: in host memory)."""
+    """A moment of the step with everything that is on the device then (on the CPU: in host memory).
+
+    Attributes:
+        name: in words.
+        parts: its tensors.
+        beside: context, process and slack.
+    """
 
     name: str
     parts: tuple[Part, ...]
+    beside: tuple[Part, ...]
 
     @property
     def bytes(self) -> int:
-        """Their sum."""
+        """Bytes of the tensors: what an allocator calls its peak."""
         return sum(part.bytes for part in self.parts)
+
+    @property
+    def needed(self) -> int:
+        """With what lies beside them: what has to be there."""
+        return self.bytes + sum(part.bytes for part in self.beside)
 
 
 @dataclass(frozen=True)
@@ -58,13 +73,23 @@ class Memory:
 
     @property
     def device_bytes(self) -> int:
-        """Peak on the device; 0 without a GPU."""
+        """Peak of the tensors on the device; 0 without a GPU."""
         return self.peak.bytes if self.gpu else 0
+
+    @property
+    def device_needed(self) -> int:
+        """The same with the context and slack."""
+        return self.peak.needed if self.gpu else 0
 
     @property
     def host_bytes(self) -> int:
         """Peak of host memory."""
-        return sum(part.bytes for part in self.waiting if part.place == "host") + (0 if self.gpu else self.peak.bytes)
+        return sum(part.bytes for part in self.waiting if part.place == "host") + (0 if self.gpu else self.peak.needed)
+
+    @property
+    def host_kept(self) -> int:
+        """What layers keep in host memory, of which `host_bytes` has the rest too."""
+        return sum(part.bytes for part in self.waiting if part.place == "host" and part.name.startswith(KEPT))
 
     @property
     def disk_bytes(self) -> int:
@@ -88,7 +113,7 @@ class Step:
     def always(self) -> list[Part]:
         """States where the computation is, and tables."""
         here = [part for part in state_parts(self.facts, self.s) if part.place == self.s.place]
-        return [*here, position_part(self.facts, self.s), *self.routing]
+        return [*here, *gathered_weights(self.facts, self.s), position_part(self.facts, self.s), *self.routing]
 
     @property
     def routing(self) -> list[Part]:
@@ -97,7 +122,7 @@ class Step:
         if experts is None or not s.streams:
             return []
         each, sparse = experts.active * (1 if experts.count <= 256 else 2), sum(experts.sparse_layers)
-        return [Part("choices of experts", s.tokens * sparse * each, s.place, f"{sparse} layers x t x {each} B")]
+        return [Part("choices of experts", s.slots * sparse * each, s.place, f"{sparse} layers x t x {each} B")]
 
     @cached_property
     def layer(self) -> LayerBytes:
@@ -110,20 +135,23 @@ class Step:
     def phases(self) -> tuple[Phase, ...]:
         """A layer's backward, without what it kept."""
         if self.s.streams:
-            return backward_phases(self.facts, self.layer, self.s, max(self.facts.layer_parameters))
+            phases = backward_phases(self.facts, self.layer, self.s, max(self.facts.layer_parameters))
+            going = tuple(going_gradient(self.facts, self.s))
+            return tuple(replace(phase, parts=(*phase.parts, *going)) for phase in phases)
         if self.s.checkpoint:
-            return (Phase("", tuple(whole_layer_parts(self.layer, self.s))),)
+            parts = (*whole_layer_parts(self.facts, self.layer, self.s), *going_gradient(self.facts, self.s))
+            return (Phase("", parts),)
         extra = self.layer.mlp_backward
         if not self.layer.mlp_is_peak:
             extra = max(0, self.layer.attention_backward - self.layer.mlp)
-        return (Phase("", (Part("gradients inside a layer", self.s.tokens * extra, self.s.place, "of the layer that runs"),)),)
+        return (Phase("", (Part("gradients inside a layer", self.s.slots * extra, self.s.place, "of the layer that runs"),)),)
 
     @cached_property
     def forward(self) -> list[Part]:
         """A layer's forward, with its own input and output."""
         if self.s.streams:
             return forward_parts(self.facts, self.s)
-        t, c = self.s.tokens, self.s.compute_bytes
+        t, c = self.s.slots, self.s.compute_bytes
         size = t * 3 * c * self.facts.active_mlp_width
         return [Part("one layer without gradients", size, self.s.place, f"t x 3·{c}·F")]
 
@@ -135,7 +163,12 @@ class Step:
     @cached_property
     def loss(self) -> list[Part]:
         """The loss."""
-        return loss_parts(self.facts, self.s)
+        return [*loss_parts(self.facts, self.s), *gathered_head(self.facts, self.s)]
+
+    @cached_property
+    def embedding(self) -> list[Part]:
+        """The end of the backward, where the embedding's gradient is whole on every rank; empty where nothing is sharded."""
+        return embedding_gradient(self.facts, self.s) if self.s.ranks.shard > 1 and not self.s.adapter else []
 
     @cached_property
     def earlier(self) -> list[Part]:
@@ -163,12 +196,12 @@ class Step:
             outputs += (where or "device") != "device" and (uses or layer != index)
         return inputs * self.input, outputs * self.output
 
-    def overhead(self, size: int) -> Part:
-        """Context and rounding beside `size` bytes."""
+    def beside(self, size: int) -> tuple[Part, ...]:
+        """Context and rounding beside `size` bytes of tensors."""
+        slack = Part("slack", round(SLACK * size), self.s.place, f"allowance: {SLACK:.0%} of the tensors")
         if self.s.gpu:
-            formula = f"allowance: 0.75 GiB + {SLACK:.0%}"
-            return Part("CUDA context, slack", CONTEXT_BYTES + round(SLACK * size), "device", formula)
-        return Part("process, slack", CPU_BASE_BYTES + round(SLACK * size), "host", f"allowance: 1 GiB + {SLACK:.0%}")
+            return Part("CUDA context", CONTEXT_BYTES, "device", "driver and workspaces: allowance"), slack
+        return Part("process", CPU_BASE_BYTES, "host", "Python and torch: allowance"), slack
 
     def allowed(self, limit: int) -> int:
         """The most bytes for which, with their overhead, the limit is kept."""
@@ -198,12 +231,13 @@ def memory(facts: ModelFacts, s: Settings) -> Memory:
                 done = gradient_part(facts, s, total - segment.stop)
                 held = [*_kept(step, policy, segment.stop), *_stored(step, policy, segment, segment.stop)]
                 moments.append((f"layers {segment[0] + 1} to {segment[-1] + 1} again", [done, *held, *step.again]))
+    if step.embedding:
+        moments.append(("backward of the embedding", [gradient_part(facts, s, total), *step.embedding]))
     moments.append(("optimizer", [gradient_part(facts, s, total), update_part(facts, s)]))
     made = []
     for name, parts in moments:
-        whole = [*step.always, *parts]
-        whole.append(step.overhead(sum(part.bytes for part in whole)))
-        made.append(Moment(name, tuple(part for part in whole if part.bytes)))
+        whole = tuple(part for part in [*step.always, *parts] if part.bytes)
+        made.append(Moment(name, whole, step.beside(sum(part.bytes for part in whole))))
     return Memory(tuple(made), waiting_parts(facts, s), s.gpu)
 
 
@@ -228,7 +262,7 @@ def _kept(step: Step, policy: KeepPolicy, layers: int, gone: int | None = None) 
     if not s.checkpoint:
         sparse = step.facts.experts.sparse_layers if step.facts.experts else (False,) * step.facts.layers
         each = {kind: layer_bytes(step.facts, sparse.index(kind), s).kept for kind in set(sparse)}
-        size = s.tokens * sum(each[kind] for kind in sparse[:layers]) + layers * step.input
+        size = s.slots * sum(each[kind] for kind in sparse[:layers]) + layers * step.input
         return [Part("activations of all layers", size, place, f"{layers} layers, nothing is recomputed")]
     inputs, outputs = policy.below["device"][layers]
     if gone is not None and policy.layers[gone].output == "device":
@@ -284,7 +318,7 @@ def waiting_parts(facts: ModelFacts, s: Settings) -> tuple[Part, ...]:
     policy, x, out = s.policy(facts.layers), input_bytes(facts, s), output_bytes(facts, s)
     parts, pinned = [], ", pinned" if s.gpu else ""
     if s.checkpoint:
-        row = f"{format_tokens(s.tokens)} tokens x"
+        row = f"{format_tokens(s.slots)} tokens x"
         places: tuple[tuple[Place, str], ...] = (("host", pinned), ("disk", " on disk"))
         for place, where in places:
             inputs, outputs = policy.below[place][-1]
@@ -314,11 +348,13 @@ def staged_bytes(facts: ModelFacts, s: Settings) -> int:
 
 def disk_parts(facts: ModelFacts, s: Settings, checkpoints: int) -> list[Part]:
     """What a run leaves on disk: checkpoints with the optimizer, and the final model."""
+    s = replace(s, ranks=RankSizes())  # the files are those of one rank, whoever wrote them
     states = sum(part.bytes for part in state_parts(facts, s)[1 if s.adapter else 0 :])
     parts = [
         Part("final model", facts.parameters * s.compute_bytes if not s.adapter else s.adapter * 4, "disk", "weights as saved")
     ]
     if checkpoints:
         formula = "weights and optimizer, streamed in 64 MiB pieces"
-        parts.append(Part(f"{checkpoints} checkpoint(s)", checkpoints * states, "disk", formula))
+        name = "1 checkpoint" if checkpoints == 1 else f"{checkpoints} checkpoints"
+        parts.append(Part(name, checkpoints * states, "disk", formula))
     return parts

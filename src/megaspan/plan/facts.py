@@ -29,6 +29,7 @@ class Machine:
         host_bytes: host memory, by cgroup where there is one.
         cores: processor cores.
         host_source: where `host_bytes` came from, in words; empty where nobody asked the machine.
+        host_ranks: ranks that share the host's memory; `host_bytes` and `cores` are one's part.
     """
 
     device_name: str
@@ -36,6 +37,7 @@ class Machine:
     host_bytes: int
     cores: int
     host_source: str = ""
+    host_ranks: int = 1
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ def fit(facts: ModelFacts, s: Settings, limits: Limits, states: tuple[StatePlan,
 
 def missing(limits: Limits, used: Memory) -> int:
     """Bytes that are too few on device and host together."""
-    device = max(0, used.device_bytes - limits.device) if used.gpu else 0
+    device = max(0, used.device_needed - limits.device) if used.gpu else 0
     return device + max(0, used.host_bytes - limits.host)
 
 
@@ -76,7 +76,7 @@ def can_fit(facts: ModelFacts, s: Settings, limits: Limits, states: tuple[StateP
     for each in reversed(states):
         dials = list(_dials(facts, replace(s, states=each)))
         frugal = [one for one in dials if one.kv_heads_per_call == dials[-1].kv_heads_per_call]
-        if s.tokens > TILES[0]:
+        if s.slots > TILES[0]:
             # Each size of tiles cuts the row, and the smallest needs least.
             frugal = [one for one in frugal if one.layer_tile == dials[-1].layer_tile]
         if any(can_keep(facts, one, limits) for one in reversed(frugal)):
@@ -96,11 +96,11 @@ def _dials(facts: ModelFacts, s: Settings) -> Iterator[Settings]:
 
 
 def _groups(facts: ModelFacts, s: Settings) -> Iterator[int | None]:
-    """KV heads a call: all, then the next smaller divisor, so that calls have equal sizes."""
+    """KV heads a call and rank: all, then the next smaller divisor, so that calls have equal sizes."""
     yield None
-    size = facts.kv_heads
+    each = size = facts.kv_heads // s.ranks.sp
     while size > 1 and s.gpu:
-        size = max(number for number in range(1, size) if facts.kv_heads % number == 0)
+        size = max(number for number in range(1, size) if each % number == 0)
         yield size
 
 
@@ -118,8 +118,8 @@ def _cheapest(facts: ModelFacts, s: Settings, limits: Limits) -> Settings | None
             seconds = relative_seconds(facts, made)
             if best is None or seconds < least:
                 best, least, tile = made, seconds, dials.layer_tile
-            if _nothing_given_up(facts, made):
-                return best
+            if s.ranks.row == 1 and _nothing_given_up(facts, made):
+                return best  # over ranks head groups hide the exchange of keys, so more of them may be faster
     return best
 
 

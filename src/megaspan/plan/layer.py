@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megaspan.plan.facts import ModelFacts
+from megaspan.plan.over_ranks import whole_layer_pool
 from megaspan.plan.parts import Part, Settings
 
 
@@ -80,11 +81,12 @@ def layer_bytes(facts: ModelFacts, layer: int, s: Settings) -> LayerBytes:
     return LayerBytes(norms, attention, tensors * c * width + routed, backward * c * width, of_attention, formulas)
 
 
-def whole_layer_parts(layer: LayerBytes, s: Settings) -> list[Part]:
+def whole_layer_parts(facts: ModelFacts, layer: LayerBytes, s: Settings) -> list[Part]:
     """The peak of a whole layer's backward."""
-    first = Part("one layer: attention", s.tokens * (layer.norms + layer.attention), s.place, f"t x ({layer.formulas[0]})")
+    pool = whole_layer_pool(facts, s) if s.ranks.row > 1 else []
+    first = Part("one layer: attention", s.slots * (layer.norms + layer.attention), s.place, f"t x ({layer.formulas[0]})")
     if layer.mlp_is_peak:
-        size = s.tokens * (layer.mlp + layer.mlp_backward)
-        return [first, Part("one layer: MLP", size, s.place, f"t x {layer.formulas[1]}")]
+        size = s.slots * (layer.mlp + layer.mlp_backward)
+        return [first, Part("one layer: MLP", size, s.place, f"t x {layer.formulas[1]}"), *pool]
     formula = "t x (2·Q + 2·K of gradients, and Q in fp32)"
-    return [first, Part("one layer: attention backward", s.tokens * layer.attention_backward, s.place, formula)]
+    return [first, Part("one layer: attention backward", s.slots * layer.attention_backward, s.place, formula), *pool]

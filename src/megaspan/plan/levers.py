@@ -85,6 +85,10 @@ def turns(facts: ModelFacts, s: Settings) -> tuple[Turn, ...]:
             late = {"states": replace(s.states, gradients="device" if s.states.gradients == "update" else s.states.gradients)}
             on = s.states.gradients == "update"
             table.append(("update in the backward", on, early, late, "max_grad_norm: 0", "gradients are not clipped"))
+    if s.gpu and not (s.ranks.total == 1 and s.ranks.slots(s.tokens) < 2):
+        more = s.ranks.more()
+        # Twice the ranks on the same host: what layers keep is halved with the tokens, the process is there twice.
+        table.append((f"{more.total} GPUs", False, {"ranks": more}, {"ranks": s.ranks}, more.flags(), "GPUs"))
     rank = 16 * facts.layers * (2 * facts.hidden + facts.query_width + facts.kv_width)
     lora = {"adapter": s.adapter or rank, "adapter_inputs": s.adapter_inputs or 2 * facts.hidden}
     table.append(

@@ -28,13 +28,13 @@ def position_part(facts: ModelFacts, s: Settings) -> Part:
     kinds = len(set(facts.layer_types)) if facts.model_type == "gemma3_text" else 1
     each = 2 * kinds * facts.head_dim * s.compute_bytes + 32
     return Part(
-        "cos, sin, ids, labels", s.tokens * each, s.place, f"t x ({2 * kinds} x {facts.head_dim} x {s.compute_bytes} + 32) B"
+        "cos, sin, ids, labels", s.slots * each, s.place, f"t x ({2 * kinds} x {facts.head_dim} x {s.compute_bytes} + 32) B"
     )
 
 
 def loss_parts(facts: ModelFacts, s: Settings) -> list[Part]:
     """The loss: tile, gradient of the head's weight in fp32, gradient of the hidden states; or all logits."""
-    t, v, e, c, n = s.tokens, facts.vocab, facts.hidden, s.compute_bytes, s.loss_tile
+    t, v, e, c, n = s.slots, facts.vocab, facts.hidden, s.compute_bytes, s.loss_tile
     tile = min(s.layer_tile, t) if s.streams else t
     size, formula = t * e * 2 * c, f"t x E x {2 * c} B of input and output"
     if tile == t:
@@ -54,7 +54,7 @@ def loss_parts(facts: ModelFacts, s: Settings) -> list[Part]:
 
 def largest_allocation(facts: ModelFacts, s: Settings) -> Part:
     """The largest single tensor on the device: what has to be found in one piece."""
-    t, c = s.tokens, s.compute_bytes
+    t, c = s.slots, s.compute_bytes
     n = min(t, s.layer_tile) if s.streams else t
     share = (s.kv_heads_per_call or facts.kv_heads) / facts.kv_heads if s.streams else 1
     candidates = [

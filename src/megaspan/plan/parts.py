@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from megaspan.plan.keep import KeepPolicy, Place
+from megaspan.plan.ranks import RankSizes
 from megaspan.plan.states import StatePlan
 
 
@@ -15,6 +16,15 @@ class Part:
     name: str
     bytes: int
     place: Place
+    formula: str
+
+
+@dataclass(frozen=True)
+class SecondsPart:
+    """One summand of a step's seconds."""
+
+    name: str
+    seconds: float
     formula: str
 
 
@@ -34,13 +44,14 @@ class Settings:
         keep: what each layer keeps, and where; None for everything, on the host with `offload`.
         streamed: layers run in tiles, attention forward once.
         layer_tile: tokens of token-wise work in such a layer at once.
-        kv_heads_per_call: KV heads that are projected and attended at once; None for all.
+        kv_heads_per_call: KV heads that a rank attends at once; None for all. sp ranks take as many each.
         stream_back: what waits on the host comes back tile by tile, not whole a layer ahead.
         states: where gradients and AdamW's states lie.
         eight_bit: AdamW's moments have 8 bits.
         rows: of one window: the gradients of several are summed.
         adapter: trained LoRA parameters; 0 trains all weights.
         adapter_inputs: input channels of the adapted projections of one layer.
+        ranks: who shares row and states.
     """
 
     tokens: int
@@ -61,6 +72,21 @@ class Settings:
     rows: int = 1
     adapter: int = 0
     adapter_inputs: int = 0
+    ranks: RankSizes = field(default_factory=RankSizes)
+
+    @property
+    def slots(self) -> int:
+        """Tokens of the row on this rank outside of attention."""
+        return self.ranks.slots(self.tokens)
+
+    def per_shard(self, size: int) -> int:
+        """This rank's part of bytes that are cut over all ranks that share the states."""
+        return -(-size // self.ranks.shard)
+
+    @property
+    def over_shards(self) -> str:
+        """The same in a formula."""
+        return f" / {self.ranks.shard} ranks" if self.ranks.shard > 1 else ""
 
     @property
     def place(self) -> Place:

@@ -36,7 +36,7 @@ class Limits:
     def hold(self, used: Memory) -> bool:
         """Whether all are enough."""
         return (
-            (not used.gpu or used.device_bytes <= self.device)
+            (not used.gpu or used.device_needed <= self.device)
             and used.host_bytes <= self.host
             and (used.disk_bytes <= self.disk or not used.disk_bytes)
         )
@@ -169,7 +169,7 @@ class Rooms:
             return step.input + outputs * step.output if self.s.streams else layers * step.input
         one = replace(self.s, tokens=1)
         x, out = input_bytes(self.facts, one), output_bytes(self.facts, one)
-        return self.s.tokens * (max(held_bytes(tightest(layers, x, out, None), x, out, "host")) - 1)
+        return self.s.slots * (max(held_bytes(tightest(layers, x, out, None), x, out, "host")) - 1)
 
     @property
     def _outputs(self) -> int:
@@ -232,7 +232,8 @@ class Rooms:
 
     def _optimizer_fits(self) -> bool:
         s, step = self.s, self._step
-        used = gradient_part(self.facts, s, self.facts.layers).bytes + update_part(self.facts, s).bytes
+        after = max(update_part(self.facts, s).bytes, sum(part.bytes for part in step.embedding))
+        used = gradient_part(self.facts, s, self.facts.layers).bytes + after
         used += sum(part.bytes for part in step.always)
         return used <= step.allowed(self.limits.device if s.gpu else self.limits.host)
 

@@ -37,7 +37,11 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
         "states": asdict(plan.states),
         "summary": plan.summary,
         "fits": plan.fits,
+        "sizes": asdict(plan.sizes),
+        "ranks": plan.sizes.total,
+        "tokens_per_rank": plan.tokens_per_rank,
         "device_bytes": plan.device_bytes,
+        "device_needed": plan.device_needed,
         "device_limit": plan.device_limit,
         "host_bytes": plan.host_bytes,
         "host_limit": plan.host_limit,
@@ -89,6 +93,9 @@ def render_plan(plan: Plan, width: int = 128) -> str:
         f"{plan.precision}; on {plan.machine.device_name}",
         soft_wrap=True,
     )
+    if plan.sizes.total > 1:
+        rows = f", {plan.sizes.data} rows at a time" if plan.sizes.data > 1 else ""
+        console.print(f"{plan.sizes}; {format_tokens(plan.tokens_per_rank)} tokens of a row on each{rows}", soft_wrap=True)
     memory = table(f"\nAt the peak ({plan.peak})", "place", "part", "size", "formula")
     for part in sorted(plan.parts, key=lambda part: ("device", "host", "disk").index(part.place)):
         memory.add_row(part.place, part.name, format_bytes(part.bytes), part.formula)
@@ -128,9 +135,14 @@ def render_plan(plan: Plan, width: int = 128) -> str:
 def answer_lines(plan: Plan) -> list[str]:
     """The answer: what is needed of what there is, whether it fits, the longest row, the next lever."""
     lines = [plan.summary]
+    if plan.sizes.total > 1:
+        lines.append(f"{plan.sizes}; all numbers are of one rank")
     device, host = plan.limits_from
     if plan.device_limit:
-        lines.append(f"device  {format_bytes(plan.device_bytes)} of {format_bytes(plan.device_limit)} ({device})")
+        lines.append(
+            f"device  {format_bytes(plan.device_needed)} of {format_bytes(plan.device_limit)} ({device}), "
+            f"{format_bytes(plan.device_bytes)} of them tensors at the peak"
+        )
     lines.append(f"host    {format_bytes(plan.host_bytes)} of {format_bytes(plan.host_limit)} ({host})")
     longest = f"longest row that memory allows: {format_tokens(plan.longest_row)} tokens" if plan.longest_row else ""
     lines.append(("fits; " if plan.fits else "DOES NOT FIT; ") + (longest or "no row fits with these settings"))

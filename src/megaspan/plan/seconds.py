@@ -16,6 +16,8 @@ from pathlib import Path
 from megaspan.plan.facts import ModelFacts
 from megaspan.plan.keep import KeepPolicy, Place
 from megaspan.plan.layer import layer_bytes
+from megaspan.plan.links import rank_seconds
+from megaspan.plan.parts import SecondsPart as SecondsPart
 from megaspan.plan.parts import Settings
 from megaspan.plan.streamed import group_count, input_bytes, output_bytes
 from megaspan.plan.weights import link_bytes, moments
@@ -39,15 +41,6 @@ _CALL = 0.5e-3
 _TILE_COST = {8_192: 1.05, 4_096: 1.2}  # of those passes: launches weigh more in small tiles
 _FORWARD_SHARE = 0.25  # of a step: attention's backward is 2.5 times its forward, and the rest is computed again
 _TILED_FETCH = 0.005
-
-
-@dataclass(frozen=True)
-class SecondsPart:
-    """One summand of a step's seconds."""
-
-    name: str
-    seconds: float
-    formula: str
 
 
 @dataclass(frozen=True)
@@ -108,12 +101,14 @@ def relative_seconds(facts: ModelFacts, s: Settings) -> float:
 
 def _work(facts: ModelFacts, s: Settings, kernel: str) -> _Work:
     forward, backward = _rate(kernel, s.tokens)
-    policy = s.policy(facts.layers)
-    each = [_attention_flops(facts, layer, s.tokens) for layer in range(facts.layers)]
+    policy, row = s.policy(facts.layers), s.ranks.row
+    # A row is shared so that every rank has the mean (attention/placement.py).
+    each = [_attention_flops(facts, layer, s.tokens) / row for layer in range(facts.layers)]
+    of_rank = f" on each of {row} ranks" if row > 1 else ""
     attention = sum(each)
     again = [number for number, keep in enumerate(policy.layers) if keep.output is None] if s.checkpoint else []
     twice = sum(each[number] for number in again)
-    tiled = s.streams and s.tokens > s.layer_tile
+    tiled = s.streams and s.slots > s.layer_tile
     linear = [facts.linear_parameters(layer) for layer in range(facts.layers)]
     dense, third = sum(linear), facts.layers * facts.hidden * (facts.query_width + 2 * facts.kv_width) if tiled else 0
     products = (2 if s.checkpoint else 1) + (1 if s.adapter else 2)
@@ -124,38 +119,42 @@ def _work(facts: ModelFacts, s: Settings, kernel: str) -> _Work:
         SecondsPart(
             "attention forward",
             (attention + twice) / forward,
-            f"({attention:.3g} FLOP" + (f" + {len(again)} layers again" if again else "") + f") / {forward / 1e12:.0f} TFLOP/s",
+            f"({attention:.3g} FLOP{of_rank}"
+            + (f" + {len(again)} layers again" if again else "")
+            + f") / {forward / 1e12:.0f} TFLOP/s",
         ),
         SecondsPart("attention backward", 2.5 * attention / backward, f"2.5 x {attention:.3g} / {backward / 1e12:.0f} TFLOP/s"),
         SecondsPart(
             "projections and MLP",
-            2 * (products * dense + third) * s.tokens / _DENSE,
+            2 * (products * dense + third) * s.slots / _DENSE,
             f"2 x ({products} x {dense:.3g} weights"
             + (" + q, k, v again" if third else "")
             + f") x t / {_DENSE / 1e12:.0f} TFLOP/s",
         ),
         SecondsPart(
             "output head",
-            head * 2 * facts.head_parameters * s.tokens / _DENSE,
+            head * 2 * facts.head_parameters * s.slots / _DENSE,
             f"{head} x 2 x {facts.head_parameters:.3g} weights x t / {_DENSE / 1e12:.0f} TFLOP/s",
         ),
         SecondsPart(
             "norms, rotary, activations",
-            passes * sum(kept) * s.tokens / _BANDWIDTH,
+            passes * sum(kept) * s.slots / _BANDWIDTH,
             f"{passes:.3g} passes (fitted) x {sum(kept):,} B x t / {_BANDWIDTH / 1e12} TB/s",
         ),
     ]
     parts += [
         part for part in (_segments(facts, s, policy, linear, kept), _groups(facts, s), _update(facts, s)) if part.seconds
     ]
+    computed = sum(part.seconds for part in parts)
+    parts += rank_seconds(facts, s, parts[0].seconds, parts[1].seconds, computed, len(again) / facts.layers)
     return _Work(tuple(parts), *_copies(facts, s, policy, sum(part.seconds for part in parts)))
 
 
 def _segments(facts: ModelFacts, s: Settings, policy: KeepPolicy, linear: list[int], kept: list[int]) -> SecondsPart:
     """Token-wise work of layers that run again so that a layer above gets its input; their attention is counted elsewhere."""
     layers = [layer for segment in policy.segments for layer in segment[:-1]] if s.streams else []
-    products = sum(2 * linear[layer] * s.tokens / _DENSE for layer in layers)
-    passes = sum(_PASSES_STREAMED / 3 * kept[layer] * s.tokens / _BANDWIDTH for layer in layers)
+    products = sum(2 * linear[layer] * s.slots / _DENSE for layer in layers)
+    passes = sum(_PASSES_STREAMED / 3 * kept[layer] * s.slots / _BANDWIDTH for layer in layers)
     return SecondsPart(
         "layers run again", products + passes, f"{len(layers)} layers: products and a third of the passes; attention is above"
     )
@@ -164,14 +163,14 @@ def _segments(facts: ModelFacts, s: Settings, policy: KeepPolicy, linear: list[i
 def _groups(facts: ModelFacts, s: Settings) -> SecondsPart:
     """What head groups cost: smaller launches, and the input read and normed once for each."""
     extra = (group_count(facts, s) - 1) * facts.layers if s.streams else 0
-    norms = 2 * extra * 3 * s.tokens * facts.hidden * s.compute_bytes / _BANDWIDTH
+    norms = 2 * extra * 3 * s.slots * facts.hidden * s.compute_bytes / _BANDWIDTH
     formula = f"{extra} more calls x {1000 * _CALL:.2g} ms forward and backward, and the input's norm for each"
     return SecondsPart("attention in head groups", 2 * extra * _CALL + norms, formula)
 
 
 def _update(facts: ModelFacts, s: Settings) -> SecondsPart:
     """AdamW: everything read, most of it written; what lies on the host crosses the link, both ways at once."""
-    count = s.adapter or facts.parameters
+    count = (s.adapter or facts.parameters) / s.ranks.shard
     states = moments(facts, s)[0] + (4 * count if s.masters else 0)
     passes = (2 * states + 2 * count * s.compute_bytes + count * s.gradient_bytes) / _BANDWIDTH
     _, crossing = link_bytes(facts, s)

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 from megaspan.plan.facts import ModelFacts
 from megaspan.plan.layer import LayerBytes
+from megaspan.plan.over_ranks import backward_group, forward_group, heads_a_call
 from megaspan.plan.parts import Part, Settings
 
 
@@ -48,34 +49,37 @@ class Phase:
 
 def group_share(facts: ModelFacts, s: Settings) -> float:
     """The share of the KV heads in one call."""
-    return (s.kv_heads_per_call or facts.kv_heads) / facts.kv_heads
+    return (heads_a_call(facts, s) or facts.kv_heads) / facts.kv_heads
 
 
 def group_count(facts: ModelFacts, s: Settings) -> int:
     """Calls that all heads take."""
-    return -(-facts.kv_heads // (s.kv_heads_per_call or facts.kv_heads))
+    return -(-facts.kv_heads // (heads_a_call(facts, s) or facts.kv_heads))
 
 
 def _heads(facts: ModelFacts, s: Settings) -> str:
-    return f"{s.kv_heads_per_call} of {facts.kv_heads} KV heads" if s.kv_heads_per_call else "all heads"
+    heads = heads_a_call(facts, s)
+    return f"{heads} of {facts.kv_heads} KV heads" if heads else "all heads"
 
 
-def _group_part(facts: ModelFacts, s: Settings) -> Part:
-    """q, k, v of one head group."""
+def _group_parts(facts: ModelFacts, s: Settings) -> list[Part]:
+    """q, k, v of one head group; over ranks of the next one too, and keys of all."""
+    if s.ranks.row > 1:
+        return forward_group(facts, s)
     share, width = group_share(facts, s), facts.query_width + 2 * facts.kv_width
-    size = round(s.tokens * share * width * s.compute_bytes)
-    return Part("one layer: q, k, v", size, s.place, f"t x {share:g} x (Q + 2·K) x {s.compute_bytes} B, {_heads(facts, s)}")
+    size = round(s.slots * share * width * s.compute_bytes)
+    return [Part("one layer: q, k, v", size, s.place, f"t x {share:g} x (Q + 2·K) x {s.compute_bytes} B, {_heads(facts, s)}")]
 
 
 def forward_parts(facts: ModelFacts, s: Settings, *, again: bool = False) -> list[Part]:
     """A layer's forward without gradients; `again` inside a backward, with the gradient that waits there."""
-    t, c, e, q = s.tokens, s.compute_bytes, facts.hidden, facts.query_width
+    t, c, e, q = s.slots, s.compute_bytes, facts.hidden, facts.query_width
     # transformers' loop holds the embedding of the row in a variable to its end; in a backward there is a gradient instead.
     rows = 3
     name = "one layer again: input, output, gradient" if again else "one layer: input and output, the embedding"
     return [
         Part(f"{name}, attention's output", t * c * (rows * e + q), s.place, f"t x {c}·({rows}·E + Q)"),
-        _group_part(facts, s),
+        *_group_parts(facts, s),
     ]
 
 
@@ -90,7 +94,7 @@ def backward_phases(facts: ModelFacts, layer: LayerBytes, s: Settings, parameter
         s: the levers.
         parameters: of the layer.
     """
-    t, c, e, q, k = s.tokens, s.compute_bytes, facts.hidden, facts.query_width, facts.kv_width
+    t, c, e, q, k = s.slots, s.compute_bytes, facts.hidden, facts.query_width, facts.kv_width
     n, place, qkv, share = min(s.layer_tile, t), s.place, q + 2 * k, group_share(facts, s)
     tiles_once = n == t
     graph_stays = tiles_once and share == 1
@@ -120,12 +124,13 @@ def backward_phases(facts: ModelFacts, layer: LayerBytes, s: Settings, parameter
         f"t x {share:g} x (Q + 2·K) x ({2 * c} + {sums}), {_heads(facts, s)}; Q = {q:,}, K = {k:,}"
         + (" + t x norms" if graph_stays else ""),
     )
+    groups = backward_group(facts, s) if s.ranks.row > 1 else [group]
     dkv = Part("one layer: gradients of k, v", t * c * 2 * k if share < 1 else 0, place, f"t x {c}·2·K of all heads")
     return (
         Phase(
             "MLP", (dx, d_out, weights, Part("one tile: MLP", n * mlp, place, f"{n:,} tokens x (norms, {layer.formulas[1]})"))
         ),
-        Phase("attention", (dx, d_out, weights, dkv, group)),
+        Phase("attention", (dx, d_out, weights, dkv, *groups)),
         Phase(
             "projections",
             (
@@ -146,19 +151,23 @@ def backward_phases(facts: ModelFacts, layer: LayerBytes, s: Settings, parameter
 
 def output_bytes(facts: ModelFacts, s: Settings) -> int:
     """Attention's output and log-sum-exp of one layer; 0 where layers are not streamed."""
-    return s.tokens * (facts.query_width * s.compute_bytes + 4 * facts.heads) if s.streams else 0
+    return s.slots * (facts.query_width * s.compute_bytes + 4 * facts.heads) if s.streams else 0
 
 
 def input_bytes(facts: ModelFacts, s: Settings) -> int:
     """One layer's input."""
-    return s.tokens * facts.hidden * s.compute_bytes
+    return s.slots * facts.hidden * s.compute_bytes
 
 
 def tile_bytes(facts: ModelFacts, s: Settings, phase: str) -> tuple[int, int]:
-    """With `stream_back`: bytes of x and of O that are on the device in a phase: two tiles, or two head groups of O."""
-    n = 2 * min(s.layer_tile, s.tokens)
+    """With `stream_back`: bytes of x and of O that are on the device in a phase: two tiles, or two head groups of O.
+
+    Over ranks three groups of O: one is attended, one travels, one is fetched.
+    """
+    n = 2 * min(s.layer_tile, s.slots)
     x, out = input_bytes(facts, s), output_bytes(facts, s)
     tiles = min(x, n * facts.hidden * s.compute_bytes), min(out, n * (facts.query_width * s.compute_bytes + 4 * facts.heads))
     if phase == "projections":
         return tiles[0], 0
-    return tiles[0], min(out, round(2 * group_share(facts, s) * out)) if phase == "attention" else tiles[1]
+    groups = 3 if s.ranks.row > 1 else 2
+    return tiles[0], min(out, round(groups * group_share(facts, s) * out)) if phase == "attention" else tiles[1]

@@ -17,15 +17,19 @@ BLOCK = 256  # moments of 8 bits that share one fp32 scale
 
 def state_parts(facts: ModelFacts, s: Settings) -> list[Part]:
     """Weights and, after the first step, what the optimizer keeps, on the device and on the host."""
-    count, c = facts.parameters, s.compute_bytes
-    parts = [Part("weights", count * c, s.place, f"{count:,} parameters x {c} B")]
+    count, c, over = facts.parameters, s.compute_bytes, s.over_shards
+    # A trained shard in fp32 is its own master; what layers gather of it is rounded on the way.
+    own_masters = s.masters and s.ranks.shard > 1
+    each = 4 if own_masters and not s.adapter else c
+    parts = [Part("weights", s.per_shard(count * each), s.place, f"{count:,} parameters x {each} B{over}")]
     there: Place = "host" if s.states.moments == "host" else s.place
     pinned = ", pinned" if s.gpu and there == "host" else ""
     trained = s.adapter or count
     what = "adapter's " if s.adapter else ""
     if s.adapter:
-        parts.append(Part("adapter", s.adapter * c, s.place, f"{s.adapter:,} LoRA parameters x {c} B"))
-    if s.masters:
+        each = 4 if own_masters else c
+        parts.append(Part("adapter", s.per_shard(s.adapter * each), s.place, f"{s.adapter:,} LoRA parameters x {each} B{over}"))
+    if s.masters and not own_masters:
         parts.append(Part(f"{what}fp32 masters{pinned}", trained * 4, there, f"{trained:,} x 4 B"))
     size, formula = moments(facts, s)
     parts.append(Part(f"{what}AdamW moments{pinned}", size, there, formula))
@@ -33,7 +37,12 @@ def state_parts(facts: ModelFacts, s: Settings) -> list[Part]:
 
 
 def moments(facts: ModelFacts, s: Settings) -> tuple[int, str]:
-    """Bytes of AdamW's two moments of every trained parameter, and the arithmetic."""
+    """Bytes of AdamW's two moments of every trained parameter of this rank, and the arithmetic."""
+    size, formula = _moments(facts, s)
+    return s.per_shard(size), formula + s.over_shards
+
+
+def _moments(facts: ModelFacts, s: Settings) -> tuple[int, str]:
     count = s.adapter or facts.parameters
     if not s.eight_bit:
         each = 4 if s.masters or s.compute_bytes == 4 else 2
@@ -46,8 +55,8 @@ def moments(facts: ModelFacts, s: Settings) -> tuple[int, str]:
 
 
 def whole_gradients(facts: ModelFacts, s: Settings) -> int:
-    """Bytes of the gradients of everything that is trained."""
-    return (s.adapter or facts.parameters) * s.gradient_bytes
+    """Bytes of the gradients of everything that this rank updates."""
+    return s.per_shard((s.adapter or facts.parameters) * s.gradient_bytes)
 
 
 def gradient_part(facts: ModelFacts, s: Settings, layers_done: int) -> Part:
@@ -65,7 +74,8 @@ def gradient_part(facts: ModelFacts, s: Settings, layers_done: int) -> Part:
         count = facts.parameters
     else:
         count = facts.head_parameters + sum(facts.layer_parameters[facts.layers - layers_done :])
-    return Part("gradients", count * each, s.place, f"{count:,} x {each} B, of layers done and the head")
+    formula = f"{count:,} x {each} B{s.over_shards}, of layers done and the head"
+    return Part("gradients", s.per_shard(count * each), s.place, formula)
 
 
 def _passing(facts: ModelFacts, s: Settings, layers_done: int) -> Part:
@@ -73,29 +83,31 @@ def _passing(facts: ModelFacts, s: Settings, layers_done: int) -> Part:
     each = s.gradient_bytes
     largest = max(facts.layer_parameters) if not s.adapter else s.adapter // facts.layers
     waiting = facts.head_parameters if (facts.tied or layers_done == 0) and not s.adapter else 0
-    size = min(largest * each, ON_THE_WAY_BYTES) if s.states.gradients == "host" else largest * each
+    size = s.per_shard(largest * each)
+    size = min(size, ON_THE_WAY_BYTES) if s.states.gradients == "host" else size
     table = f" + {waiting:,} x {each} B of the head's table" if waiting else ""
-    return Part("gradients on their way", size + waiting * each, s.place, f"one layer's: {largest:,} x {each} B{table}")
+    formula = f"one layer's: {largest:,} x {each} B{table}{s.over_shards}"
+    return Part("gradients on their way", size + s.per_shard(waiting * each), s.place, formula)
 
 
 def update_part(facts: ModelFacts, s: Settings) -> Part:
     """What an update needs beside states and gradients: nothing when fused, pieces of what lies on the host."""
     if s.states.moments == "host":
-        size, _ = moments(facts, s)
-        each = (4 if s.masters else 0) + size / (s.adapter or facts.parameters) + s.gradient_bytes
+        size, _ = _moments(facts, s)
+        each = (4 if s.masters and s.ranks.shard == 1 else 0) + size / (s.adapter or facts.parameters) + s.gradient_bytes
         return Part("pieces of the optimizer's states", round(PIECES_BYTES * each), s.place, f"3 x 16 Mi x {each:.3g} B")
     if s.states.gradients == "host" and s.gpu:
         each = s.gradient_bytes
         return Part("pieces of gradients", PIECES_BYTES * each, s.place, f"3 x 16 Mi x {each} B")
     # The loop, which a CPU runs, makes some copies of the largest parameter.
-    loop = 0 if s.gpu else 4 * 4 * (facts.head_parameters if not s.adapter else 0)
+    loop = 0 if s.gpu else s.per_shard(4 * 4 * (facts.head_parameters if not s.adapter else 0))
     return Part("update of one parameter", loop, s.place, "4 copies of V x E in fp32")
 
 
 def host_gradients(facts: ModelFacts, s: Settings) -> Part:
     """Gradients that wait on the host for the norm of all of them; of no bytes where they do not."""
     size = whole_gradients(facts, s) if s.states.gradients == "host" and s.gpu else 0
-    return Part("gradients, pinned", size, "host", f"{s.adapter or facts.parameters:,} x {s.gradient_bytes} B")
+    return Part("gradients, pinned", size, "host", f"{s.adapter or facts.parameters:,} x {s.gradient_bytes} B{s.over_shards}")
 
 
 def link_bytes(facts: ModelFacts, s: Settings) -> tuple[int, int]:
@@ -103,5 +115,5 @@ def link_bytes(facts: ModelFacts, s: Settings) -> tuple[int, int]:
     gradients = host_gradients(facts, s).bytes
     if s.states.moments != "host":
         return gradients, gradients
-    count = s.adapter or facts.parameters
-    return gradients, moments(facts, s)[0] + (4 * count if s.masters else 0) + gradients
+    masters = 4 * (s.adapter or facts.parameters) if s.masters and s.ranks.shard == 1 else 0
+    return gradients, moments(facts, s)[0] + masters + gradients

@@ -42,6 +42,7 @@ def agree(machine: Machine) -> Machine:
         host_bytes=tightest["host_bytes"] // share,
         cores=max(1, min(each["cores"] // ranks[each["node"]] for each in said)),
         host_source=f"{tightest['host_source']}, for each of {share} ranks" if share > 1 else tightest["host_source"],
+        host_ranks=share,
     )
 
 
