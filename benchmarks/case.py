@@ -13,12 +13,14 @@ import os
 import resource
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 
+from benchmarks.communication import Profile
 from benchmarks.layouts import layout_of
 from benchmarks.start import end_with_parent
 from megaspan import world
@@ -81,6 +83,14 @@ class Clock(TrainerCallback):
             say(loss=float(logs["loss"]))
 
 
+def watchers(case: dict[str, Any]) -> list[TrainerCallback]:
+    """The callbacks of a case: the clock, and the profiler of the last step where it is wanted and there is a GPU."""
+    if not (case.get("profile") and torch.cuda.is_available()):
+        return [Clock()]
+    last = len(lengths(case))
+    return [Clock(last), *[Profile(last, say)] * (world.launch().rank == 0)]
+
+
 def shape_of(case: dict[str, Any]) -> dict[str, Any]:
     """The configuration of the named shape, with the case's number of layers."""
     from megaspan.plan.facts import read_config
@@ -92,20 +102,32 @@ def shape_of(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def lengths(case: dict[str, Any]) -> list[int]:
-    """Tokens of each step's rows; a row of `warm` tokens first compiles what a whole step would pay for otherwise."""
+    """Tokens of each step's rows; a row of `warm` tokens first compiles what a whole step would pay for otherwise.
+
+    A step under the profiler comes last and on top.
+    """
     warm = min(case.get("warm", 0), case["tokens"])
-    return [warm] * bool(warm) + [case["tokens"]] * case["steps"]
+    return [warm] * bool(warm) + [case["tokens"]] * (case["steps"] + bool(case.get("profile")))
 
 
 def rows(case: dict[str, Any], vocab: int) -> Any:
-    """Rows of random tokens for each step, one for each rank that has rows of its own."""
+    """Rows of random tokens for each step, one for each rank that has rows of its own; of `documents` documents if masked."""
     from datasets import Dataset
 
     generator = torch.Generator().manual_seed(1)
     whole = [length for length in lengths(case) for _ in range(layout_of(case).rows)]
-    return Dataset.from_dict(
-        {"input_ids": [torch.randint(3, vocab, (length,), generator=generator).tolist() for length in whole]}
-    )
+    columns = {"input_ids": [torch.randint(3, vocab, (length,), generator=generator).tolist() for length in whole]}
+    if documents := case.get("documents", 0):
+        columns["position_ids"] = [[p for size in cut(length, documents) for p in range(size)] for length in whole]
+    return Dataset.from_dict(columns)
+
+
+def cut(tokens: int, documents: int) -> list[int]:
+    """Lengths of the documents of a packed row, all of at least a token; cuts at random, so that some are many times others."""
+    documents = min(documents, tokens)
+    places = torch.randperm(tokens - 1, generator=torch.Generator().manual_seed(documents))[: documents - 1] + 1
+    borders = [0, *sorted(places.tolist()), tokens]
+    return [after - before for before, after in pairwise(borders)]
 
 
 def write_shape(folder: Path, config: dict[str, Any]) -> None:
@@ -154,7 +176,7 @@ def run_megaspan(case: dict[str, Any], folder: Path) -> None:
 
     args = settings(case, folder)
     vocab = shape_of(case)["vocab_size"]
-    trainer = SFTTrainer(args=args, train_dataset=rows(case, vocab), callbacks=[Clock()])
+    trainer = SFTTrainer(args=args, train_dataset=rows(case, vocab), callbacks=watchers(case))
     if case.get("dials"):
         turn_dials(trainer, args, case["dials"])
     placed = levers(trainer.model)
@@ -278,7 +300,7 @@ def run_trl(case: dict[str, Any], folder: Path) -> None:
         train_dataset=rows(case, config["vocab_size"]),
         processing_class=words,
         peft_config=adapter,
-        callbacks=[Clock()],
+        callbacks=watchers(case),
     ).train()
 
 

@@ -9,6 +9,8 @@ recommends, so that none is a straw man. Running out of memory is a result.
 Several GPUs: `--cp 2`, or several layouts one after the other, `--layouts one cp2 sp2`. Seconds are the slowest rank's, the
 peak is the fullest rank's, host memory is the sum. TRL under FSDP2 always keeps fp32 masters, so both sides keep them where any
 layout takes several GPUs, unless `--no-masters` says otherwise for megaspan alone.
+
+Packed rows: `--documents 64` runs rows of 64 documents that do not see each other beside the same rows without masks.
 """
 
 from __future__ import annotations
@@ -17,11 +19,13 @@ import argparse
 import json
 import sys
 from importlib import metadata
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.communication import sentence
 from benchmarks.layouts import Layout, add_arguments, layout_of, layouts_of
 from benchmarks.outcome import Outcome
 from benchmarks.running import run_case
@@ -59,6 +63,10 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         help="what to run beside megaspan: trl-cp… on several GPUs, the others on one (trl-fastest is FlashAttention 4, where "
         "installed, and selective checkpointing); by default trl-default and trl-fastest, or trl-cp",
     )
+    parser.add_argument("--documents", type=int, default=0, help="rows of so many documents that do not see each other")
+    parser.add_argument(
+        "--unmasked", action=argparse.BooleanOptionalAction, default=True, help="with --documents: the same rows without masks"
+    )
     parser.add_argument("--layouts", nargs="+", type=Layout.read, help="several layouts: one cp2 sp2 cp4xsp2 dp2")
     add_arguments(parser)
     parser.add_argument(
@@ -69,6 +77,9 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         action=argparse.BooleanOptionalAction,
         help="fp32 masters in place of pure bf16 weights; the default where a layout takes several GPUs",
     )
+    parser.add_argument(
+        "--profile", action="store_true", help="a step more under the profiler: communication that nothing hides"
+    )
     parser.add_argument("--timeout", type=float, default=1800, help="seconds a case may take")
     parser.add_argument("--json", type=Path, help="file for all measurements")
     parser.add_argument("--tiny", action="store_true", help="a toy shape on whatever is there, in seconds: tries the code only")
@@ -77,11 +88,15 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         made.shape, made.tokens, made.layers, made.steps, made.timeout = "tiny", [256], 0, 2, 300
     if made.steps < 2:
         parser.error("--steps: the second step is the one to quote, so at least 2")
+    if not (made.unmasked or made.documents):
+        parser.error("--no-unmasked: without --documents there are no other rows")
     made.layouts = layouts_of(parser, made)
     several = max(layout.ranks for layout in made.layouts) > 1
     one = min(layout.ranks for layout in made.layouts) == 1
+    if made.peers and not made.unmasked:
+        parser.error("--no-unmasked: TRL runs rows without masks")
     if made.peers is None:
-        made.peers = ["trl-default", "trl-fastest"] * one + ["trl-cp"] * several
+        made.peers = [] if not made.unmasked else ["trl-default", "trl-fastest"] * one + ["trl-cp"] * several
     for name in made.peers:
         if not (several if name in PEERS_CP else one):
             parser.error(f"--peers {name}: no layout takes {'several GPUs' if name in PEERS_CP else 'one GPU'}")
@@ -98,8 +113,10 @@ def cases(args: argparse.Namespace) -> list[tuple[str, dict[str, Any]]]:
         "steps": args.steps,
         "limit": args.limit,
         "masters": args.masters,
+        "profile": args.profile,
     }
     made = []
+    masks = [0] * args.unmasked + [args.documents] * bool(args.documents)
     for tokens in args.tokens:
         asked: set[str] = set()
         for layout in args.layouts:
@@ -109,11 +126,11 @@ def cases(args: argparse.Namespace) -> list[tuple[str, dict[str, Any]]]:
                 if f"{name} {beside.name}" not in asked:  # one for all layouts of so many GPUs
                     made.append((name, {"system": "trl", **options, **here, "layout": beside.name}))
                 asked.add(f"{name} {beside.name}")
-            for offload in {"on": (True,), "off": (False,), "both": (False, True)}[args.offload]:
+            for documents, offload in product(masks, {"on": (True,), "off": (False,), "both": (False, True)}[args.offload]):
                 name = " ".join(["megaspan", *[layout.name] * (layout.ranks > 1)])
-                made.append(
-                    (name + ", inputs on the device" * (not offload), {"system": "megaspan", "offload": offload, **here})
-                )
+                name += f", {documents} documents" * bool(documents)
+                name += ", inputs on the device" * (not offload)
+                made.append((name, {"system": "megaspan", "offload": offload, "documents": documents, **here}))
     return made
 
 
@@ -126,21 +143,24 @@ def peers_of(args: argparse.Namespace, layout: Layout) -> list[tuple[str, dict[s
 
 
 def beside(outcome: Outcome, others: list[Outcome]) -> str:
-    """Ratios to what was measured beside it: TRL on as many GPUs, megaspan on one."""
-    found, layout = [], layout_of(outcome.case)
-    done = [each for each in others if each.seconds and not each.failed and each.case["tokens"] == outcome.case["tokens"]]
+    """Ratios to what was measured beside it: TRL on as many GPUs, megaspan on one, the same rows without masks."""
+    found, layout, case = [], layout_of(outcome.case), outcome.case
+    documents = case.get("documents", 0)
+    done = [each for each in others if each.seconds and not each.failed and each.case["tokens"] == case["tokens"]]
     done.sort(key=lambda each: each.case["system"] == "megaspan")
     default = "trl-cp" if layout.ranks > 1 else "trl-default"
     for each in done:
-        ratio = (outcome.seconds or 0.0) / (each.seconds or 1.0)
-        if each.name == default and layout_of(each.case).ranks == layout.ranks:
-            text = f"{ratio / layout.rows:.2f} x time"
+        ratio, there = (outcome.seconds or 0.0) / (each.seconds or 1.0), layout_of(each.case)
+        if each.name == default and there.ranks == layout.ranks and not documents:
+            found.append(f"{ratio / layout.rows:.2f} x time")
             if each.most("peak_bytes"):
-                text += f", {outcome.most('peak_bytes') / each.most('peak_bytes'):.2f} x memory"
-            found.append(text)
-        alike = each.case["system"] == outcome.case["system"] == "megaspan" and layout_of(each.case).ranks == 1
-        if alike and layout.ranks > 1 and each.case.get("offload") == outcome.case.get("offload"):
+                found[-1] += f", {outcome.most('peak_bytes') / each.most('peak_bytes'):.2f} x memory"
+        if case["system"] != "megaspan" or each.case["system"] != "megaspan" or each.case.get("offload") != case.get("offload"):
+            continue
+        if layout.ranks > there.ranks == 1 and each.case.get("documents", 0) == documents:
             found.append(f"{layout.rows / ratio:.2f} x as fast as one GPU")
+        if there == layout and each.case.get("documents", 0) < documents:
+            found.append(f"{1 / ratio:.2f} x as fast as without masks")
     return "; ".join(found)
 
 
@@ -166,7 +186,12 @@ def show(outcomes: list[Outcome], args: argparse.Namespace) -> str:
     lines += [line_of(outcome, outcomes) for outcome in outcomes]
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     table = ["  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in lines]
-    return "\n".join([f"{args.shape}{layers} on {device}, {precision}{limit}", *table])
+    told = [
+        f"{outcome.name}: {sentence(outcome.facts['communication'], outcome.seconds)}"
+        for outcome in outcomes
+        if "communication" in outcome.facts
+    ]
+    return "\n".join([f"{args.shape}{layers} on {device}, {precision}{limit}", *table, *told])
 
 
 def environment() -> dict[str, str]:

@@ -28,6 +28,31 @@ def test_a_short_row_comes_first(warm, wanted):
     assert [len(row) for row in case.rows(made, 512)["input_ids"]] == wanted
 
 
+def test_a_profiled_step_comes_last_and_on_top(monkeypatch):
+    made = CASE | {"profile": True}
+    assert case.lengths(made) == [32, 96, 96]
+    assert len(case.watchers(made)) == 1, "there is no GPU to profile"
+    monkeypatch.setattr(case.torch.cuda, "is_available", lambda: True)
+    clock, profile = case.watchers(made)
+    assert clock.profiled == profile.step == 3
+    assert len(case.watchers(CASE)) == 1
+
+
+def test_rows_are_documents_that_begin_anew():
+    made = CASE | {"documents": 5, "warm": 3, "layout": "dp2xcp2"}
+    rows = case.rows(made, 512)
+    assert [len(row) for row in rows["input_ids"]] == [3, 3, 96, 96], "a row for each of two data ranks"
+    for row, documents in zip(rows["position_ids"], (3, 3, 5, 5), strict=True):
+        begins = [place for place, position in enumerate(row) if position == 0]
+        assert len(begins) == documents
+        assert all(row[place] == row[place - 1] + 1 for place in range(1, len(row)) if place not in begins)
+    assert "position_ids" not in case.rows(CASE, 512).column_names
+    assert rows["input_ids"][2] == case.rows(made | {"documents": 0}, 512)["input_ids"][2], "the same row without masks"
+    sizes = case.cut(131_072, 64)
+    assert (sum(sizes), len(sizes), min(sizes) > 0) == (131_072, 64, True)
+    assert max(sizes) > 4 * 2048, "some are many times others"
+
+
 @pytest.mark.parametrize("more", [{}, {"lora": 2, "clip": 0.0, "host": 2**36}], ids=["all weights", "adapter"])
 def test_megaspan_runs_a_case(tmp_path: Path, capsys, more):
     case.run_megaspan(CASE | more, tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from benchmarks import compare, loss
 def outcome(
     name: str, seconds: float, peak: int, *, tokens: int = 1024, failed: str | None = None, layout: str = "one"
 ) -> Outcome:
-    made = Outcome(name, {"system": name.split("-")[0].split()[0], "tokens": tokens, "layout": layout})
+    made = Outcome(name, {"system": re.split("[-, ]", name)[0], "tokens": tokens, "layout": layout})
     for step in (1, 2, 3):
         for rank in range(layout_of(made.case).ranks):
             made.collect(
@@ -113,9 +114,35 @@ def test_one_command_runs_several_layouts() -> None:
     assert not compare.arguments([]).masters
 
 
+def test_packed_rows_run_beside_the_same_rows_without_masks() -> None:
+    given = ["--tokens", "128k", "--layouts", "one", "cp2", "--documents", "64"]
+    made = compare.cases(compare.arguments([*given, "--peers", "trl-cp"]))
+    assert [(name, case.get("documents")) for name, case in made] == [
+        ("megaspan", 0), ("megaspan, 64 documents", 64), ("trl-cp", None),
+        ("megaspan cp2", 0), ("megaspan cp2, 64 documents", 64),
+    ]  # fmt: skip
+    made = compare.cases(compare.arguments([*given, "--no-unmasked"]))
+    assert [name for name, _ in made] == ["megaspan, 64 documents", "megaspan cp2, 64 documents"]
+    outcomes = [
+        outcome(f"megaspan{more}", seconds, 2**30, layout="cp2" if "cp2" in more else "one")
+        for more, seconds in (("", 40.0), (", 64 documents", 10.0), (" cp2", 20.0), (" cp2, 64 documents", 5.0))
+    ]
+    for each in outcomes[1::2]:
+        each.case["documents"] = 64
+    told = [compare.beside(each, outcomes) for each in outcomes]
+    assert told == [
+        "",
+        "4.00 x as fast as without masks",
+        "2.00 x as fast as one GPU",
+        "2.00 x as fast as one GPU; 4.00 x as fast as without masks",
+    ]
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
+        ["--no-unmasked"],
+        ["--no-unmasked", "--documents", "2", "--peers", "trl-default"],
         ["--nproc", "4", "--cp", "2"],
         ["--layouts", "cp2", "--cp", "2"],
         ["--layouts", "cp0"],
