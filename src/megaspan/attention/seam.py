@@ -205,7 +205,7 @@ def work_of(model: nn.Module) -> Work:
     Args:
         model: a transformers causal language model, or one wrapped by peft; sharded or not.
     """
-    layers = Counter(Mask(_window_of(module)) for module in model.modules() if _is_attention(module))
+    layers = Counter(Mask(_window_of(module)) for module in model.modules() if is_attention(module))
     language_model = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
     if language_model is None or not layers:
         raise UserError("this model has no attention layers that AttentionInterface reaches", got=type(model).__name__)
@@ -214,7 +214,8 @@ def work_of(model: nn.Module) -> Work:
     return Work(dict(layers), weights // (2 * facts.query_width * facts.layers))
 
 
-def _is_attention(module: nn.Module) -> bool:
+def is_attention(module: nn.Module) -> bool:
+    """Whether a module calls transformers' attention function, as far as its attributes show."""
     return hasattr(module, "num_key_value_groups") and hasattr(module, "head_dim")
 
 
@@ -283,7 +284,7 @@ def _choices(model: nn.Module, language_model: PreTrainedModel, dtype: torch.dty
     length, dtype = int(getattr(config, "max_position_embeddings", 2**20)), dtype or parameter.dtype
     kinds: dict[tuple, tuple[KernelChoice, tuple[Kernel, ...]]] = {}
     for module in model.modules():
-        if _is_attention(module):
+        if is_attention(module):
             window, softcap = _window_of(module), getattr(module, "attn_logit_softcapping", None)
             case = case_of(parameter.device, dtype, int(module.head_dim), window, softcap, length, length)  # type: ignore[arg-type]
             sinks = getattr(module, "sinks", None) is not None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -21,14 +21,16 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.generic import ModelOutput
 
+from megaspan.attention.context import RowContext
+from megaspan.attention.seam import is_attention
 from megaspan.human import UserError
 from megaspan.layers.dropout import DropoutHandle
 from megaspan.model.limits import check_logits_fit, device_of, free_bytes, past_window
-from megaspan.model.rows import Piece, check_covered, cut, shift
+from megaspan.model.rows import Piece, Run, check_covered, cut, run_of_row, runs_of, shift
 from megaspan.model.tables import gathered_head
 from megaspan.rope import tables_of_row
 
-_OURS = ("labels", "shift_labels", "num_items_in_batch", "megaspan_seed")
+_OURS = ("labels", "shift_labels", "num_items_in_batch", "megaspan_seed", "megaspan_row")
 _INPUTS = ("input_ids", "attention_mask", "position_ids", "inputs_embeds", *_OURS)
 _NEUTRAL = {"use_cache": (None, False), "return_dict": (None, True, False), "logits_to_keep": (None, 0)}
 """Other arguments of transformers' forwards that mean nothing when there are labels, at these values."""
@@ -70,6 +72,7 @@ class Settings:
         balancing: around forwards of the model, collects what the router's balance loss is made of; None where its layers do
             not stream or its loss is not known.
         dropout: the layers' dropouts by counter, where layers are checkpointed.
+        most_packed: tokens of a packed row that is made of a batch's documents and rows; 0 where they run one by one.
     """
 
     original: Callable[..., Any]
@@ -79,8 +82,9 @@ class Settings:
     plain_attention: str
     host_bytes: int
     checkpoint_seam: tuple[torch.nn.Module, Any] | None = None
-    balancing: Callable[[Any, Any], AbstractContextManager[Any]] | None = None
+    balancing: Callable[[Any, RowContext | None], AbstractContextManager[Any]] | None = None
     dropout: DropoutHandle | None = None
+    most_packed: int = 0
 
 
 def long_forward(model: PreTrainedModel, settings: Settings, arguments: dict[str, Any]) -> Any:
@@ -93,6 +97,8 @@ def long_forward(model: PreTrainedModel, settings: Settings, arguments: dict[str
         UserError: an argument that a long forward cannot honour.
     """
     if arguments.get("labels") is None and arguments.get("shift_labels") is None:
+        if arguments.get("megaspan_row") is not None:
+            raise UserError("megaspan_row goes with labels only", do="Give shift_labels, -100 where there is none")
         with _checkpointing_paused(model):
             return _without_labels(model, settings, arguments)
     with _layers_by_tiles(model):
@@ -136,13 +142,23 @@ def _with_labels(model: Any, settings: Settings, arguments: dict[str, Any]) -> A
     rows, length = tokens_b.shape[:2]
     shifted_bT = _shifted_labels(arguments, rows, length)
     _check_place(model, settings, tokens_b)
-    pieces = cut(rows, length, attention_mask=arguments.get("attention_mask"), position_ids=arguments.get("position_ids"))
-    check_covered(shifted_bT, pieces)
-    _check_window(settings, pieces, arguments.get("position_ids"))
+    row: RowContext | None = arguments.get("megaspan_row")
+    if row is not None:
+        pieces: tuple[Piece, ...] = (Piece(0, 0, length),)
+        runs, longest = [run_of_row(arguments, row)], int(row.layout.lengths.max()) - 1
+        _check_window(settings, longest)
+    else:
+        positions = arguments.get("position_ids")
+        pieces = cut(rows, length, attention_mask=arguments.get("attention_mask"), position_ids=positions)
+        check_covered(shifted_bT, pieces)
+        _check_pieces(model, pieces, positions)
+        runs = list(runs_of(arguments, pieces, settings.most_packed))
+        longest = max(piece.stop for piece in pieces) - 1 if positions is None else int(positions.max())
+        _check_window(settings, longest)
 
     wanted = extra["output_router_logits"]
     wanted = bool(getattr(model.config, "output_router_logits", False) if wanted is None else wanted)
-    row, seed = arguments.get("megaspan_row"), arguments.get("megaspan_seed")
+    seed = arguments.get("megaspan_seed")
     collecting = settings.balancing(model, row) if wanted and settings.balancing is not None else nullcontext()
     if wanted and settings.balancing is None and row is not None and row.ranks.sizes != (1, 1):
         raise UserError(
@@ -151,9 +167,8 @@ def _with_labels(model: Any, settings: Settings, arguments: dict[str, Any]) -> A
             do="Set output_router_logits: false, or gradient_checkpointing: true",
         )
     drawing = nullcontext() if settings.dropout is None else settings.dropout.row(seed)
-    longest = None if row is None else int(row.layout.lengths.max()) - 1
     with collecting as balance, drawing, tables_of_row(model, longest):
-        hidden_tE, routers = _backbone(model, arguments, pieces, router=wanted and balance is None)
+        hidden_tE, routers = _backbone(model, runs, router=wanted and balance is None)
     labels_t = torch.cat([shifted_bT[piece.row, piece.start : piece.stop] for piece in pieces])
     labels_t = labels_t.to(hidden_tE.device, torch.int64)
     with gathered_head(model):
@@ -165,7 +180,8 @@ def _with_labels(model: Any, settings: Settings, arguments: dict[str, Any]) -> A
         items = labels_t.ne(-100).sum() if items is None else torch.as_tensor(items, device=labels_t.device)
         items = items.clamp(min=1)
         # With the divisor known the gradient of the hidden states is rounded once, not once more when it is scaled.
-        sums = loss_function(hidden_tE, head, labels_t, tile_tokens=settings.tile_tokens, incoming=1 / items, seed=seed)
+        loss_function = functools.partial(loss_function, seed=seed, tokens=None if row is None else row.token_index)
+        sums = loss_function(hidden_tE, head, labels_t, tile_tokens=settings.tile_tokens, incoming=1 / items)
     loss = sums.loss / items
     aux_loss = None
     if balance is not None:
@@ -222,52 +238,61 @@ def _check_place(model: PreTrainedModel, settings: Settings, tokens_b: torch.Ten
             )
 
 
-def _check_window(settings: Settings, pieces: tuple[Piece, ...], position_ids: torch.Tensor | None) -> None:
-    """Refuse positions that the model does not have; those of a packed row start again with each document."""
-    if settings.window is None:
-        return
-    last = max((piece.stop for piece in pieces), default=0) if position_ids is None else int(position_ids.max()) + 1
-    if last > settings.window:
-        raise past_window(last, settings.window)
-
-
-def _backbone(
-    model: PreTrainedModel, arguments: dict[str, Any], pieces: tuple[Piece, ...], *, router: bool
-) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
-    """The last hidden state of every piece, [tokens, hidden], and each layer's router logits where they are asked for."""
+def _check_pieces(model: Any, pieces: tuple[Piece, ...], position_ids: torch.Tensor | None) -> None:
     if not pieces:
         raise UserError("the batch holds no token: its attention_mask is zero everywhere")
+    padded = any(piece.start > 0 for piece in pieces)
+    if padded and position_ids is None and not getattr(model.config, "rope_parameters", None):
+        raise UserError(
+            "padding on the left leaves the positions open: some families count it, others don't",
+            do="Give position_ids, or pad on the right",
+        )
+
+
+def _check_window(settings: Settings, longest: int) -> None:
+    """Refuse positions that the model does not have; those of a packed row start again with each document."""
+    if settings.window is not None and longest + 1 > settings.window:
+        raise past_window(longest + 1, settings.window)
+
+
+def _backbone(model: PreTrainedModel, runs: Sequence[Run], *, router: bool) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
+    """The last hidden state of all runs, [tokens, hidden], and each layer's router logits where they are asked for."""
     # Said aloud where the configuration may say otherwise: logits of all layers are more than a long row has room for.
     more = {"output_router_logits": router} if router or hasattr(model.config, "output_router_logits") else {}
     backbone = backbone_of(model)
     hidden: list[torch.Tensor] = []
     routers: list[tuple[torch.Tensor, ...]] = []
-    for piece in pieces:
-        if piece.start > 0 and arguments.get("position_ids") is None and not getattr(model.config, "rope_parameters", None):
-            raise UserError(
-                "padding on the left leaves the positions open: some families count it, others don't",
-                do="Give position_ids, or pad on the right",
-            )
-        out = backbone(**_piece_inputs(arguments, piece), use_cache=False, return_dict=True, **more)
+    for run in runs:
+        with _told_to_all(model, run.row) as told:
+            out = backbone(**run.inputs, **told, use_cache=False, return_dict=True, **more)
         hidden.append(out.last_hidden_state.flatten(0, 1))  # a view, whose gradient is one too: [0] would copy it
         if router:
             routers.append(out.router_logits)
-    # One piece is the rule at a million tokens and is not copied.
+    # One run is the rule at a million tokens and is not copied.
     hidden_tE = hidden[0] if len(hidden) == 1 else torch.cat(hidden)
     return hidden_tE, [torch.cat(layer) for layer in zip(*routers, strict=True)] if router else None
 
 
-def _piece_inputs(arguments: dict[str, Any], piece: Piece) -> dict[str, torch.Tensor]:
-    name = "input_ids" if arguments.get("inputs_embeds") is None else "inputs_embeds"
-    inputs: dict[str, torch.Tensor] = {name: arguments[name][piece.row : piece.row + 1, piece.start : piece.stop]}
-    positions = arguments.get("position_ids")
-    if positions is not None:
-        row = piece.row % positions.shape[0]
-        inputs["position_ids"] = positions[row : row + 1, piece.start : piece.stop]
-    elif piece.start > 0:
-        # Rotary attention sees differences of positions only; these are the plain model's own, padding counted.
-        inputs["position_ids"] = torch.arange(piece.start, piece.stop, device=inputs[name].device)[None]
-    return inputs
+@contextmanager
+def _told_to_all(model: PreTrainedModel, row: RowContext | None) -> Iterator[dict[str, Any]]:
+    """Arguments that tell every attention of the model how a row lies, with a look whether they got there.
+
+    Raises:
+        UserError: some attention was not told: it has looked across documents, or at this rank's tokens alone.
+    """
+    if row is None:
+        yield {}
+        return
+    before = row.asked
+    # A mask of ones keeps transformers from reading documents out of the positions, of which it would make a mask.
+    yield {"megaspan_row": row, "attention_mask": torch.ones(1, row.slots, dtype=torch.bool, device=row.device)}
+    told, layers = row.asked - before, sum(hasattr(module, "megaspan_kernels") for module in model.modules())
+    if told != layers:
+        raise UserError(
+            f"{type(model).__name__} does not tell all of its layers how a packed or shared row lies",
+            got=f"{told} of {layers} attention layers were told",
+            do="Train it on one GPU, with one document a row (packing: false)",
+        )
 
 
 def backbone_of(model: PreTrainedModel) -> torch.nn.Module:
@@ -338,6 +363,13 @@ def _checkpointing_paused(model: PreTrainedModel) -> Iterator[None]:
             layer.gradient_checkpointing = True
 
 
+def passes_arguments_on(model: PreTrainedModel) -> bool:
+    """Whether the decoder, its layers and their attention take arguments that they do not know, as those of a packed row."""
+    modules = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer) or is_attention(module)]
+    signatures = [inspect.signature(type(module).forward) for module in (backbone_of(model), *modules)]
+    return all(any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()) for signature in signatures)
+
+
 def signature_of(original: Callable[..., Any]) -> inspect.Signature:
     """The original's signature with `self`, `shift_labels` and `num_items_in_batch`: Trainer and `generate()` read it."""
     given = list(inspect.signature(original).parameters.values())
@@ -345,7 +377,7 @@ def signature_of(original: Callable[..., Any]) -> inspect.Signature:
     names = {p.name for p in named}
     more = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None)
-        for name in ("shift_labels", "num_items_in_batch")
+        for name in ("shift_labels", "num_items_in_batch", "megaspan_row")
         if name not in names
     ]
     if not any(p.kind is p.VAR_KEYWORD for p in given):

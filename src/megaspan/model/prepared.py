@@ -25,6 +25,7 @@ from megaspan.model.forward import (
     backbone_of,
     can_balance,
     long_forward,
+    passes_arguments_on,
     signature_of,
 )
 from megaspan.model.kinds import check_trainable, unwrap
@@ -230,6 +231,7 @@ def _settings(model: PreTrainedModel, args: SFTConfig, plan: Plan) -> Settings:
         window=window,
         plain_attention=model.config._attn_implementation,
         host_bytes=plan.host_limit,
+        most_packed=args.max_length if passes_arguments_on(model) else 0,
     )
 
 
@@ -268,7 +270,8 @@ def _checkpoint(model: PreTrainedModel, state: Levers) -> None:
     state.disk = open_disk(state.args, keep)
     tier = None if state.disk is None else state.disk.tier
     if plan.streamed:
-        tiles = LayerPlan(plan.layer_tile_tokens, plan.kv_heads_per_call, getattr(plan, "stream_back", False))
+        stream_back = getattr(plan, "stream_back", False)
+        tiles = LayerPlan(plan.layer_tile_tokens, plan.kv_heads_per_call, stream_back, state.args.sp_size)
         state.checkpointing = Streaming(tiles, keep, state.layer_reached, host_limit=limit, disk=tier)
     else:
         state.checkpointing = checkpointing_of(keep, state.layer_reached, limit, tier)

@@ -1,18 +1,24 @@
-"""A batch cut into the stretches of tokens that really attend to each other.
+"""A batch cut into the stretches of tokens that really attend to each other, and those laid side by side again.
 
 At a million tokens a mask is out of the question (a boolean one of 2^20 x 2^20 entries is a terabyte), so the long forward
-knows only unbroken causal stretches and runs them one after the other: each row of a batch, a row without its padding, each
-document where `position_ids` start again at zero. This is exact: nothing outside a stretch is visible from inside it under
-the masks that transformers would have built, and whatever cannot be said in stretches is refused.
+knows only unbroken causal stretches: each row of a batch, a row without its padding, each document where `position_ids` start
+again at zero. This is exact: nothing outside a stretch is visible from inside it under the masks that transformers would have
+built, and whatever cannot be said in stretches is refused. Stretches run as one packed row, up to the length that memory was
+planned for: a layer's weights are read, and its kernels launched, once for all of them, where ten thousand documents of a
+million-token row one after the other would be ten thousand forwards.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from megaspan.attention.context import RowContext, RowRanks
+from megaspan.attention.layout import lay_out
 from megaspan.human import UserError
 
 IGNORED = -100
@@ -73,6 +79,85 @@ def cut(
         edges = [start, *(place for place, _ in inside), stop]
         pieces += [Piece(row, here, there) for here, there in itertools.pairwise(edges) if here < there]
     return tuple(pieces)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of the backbone.
+
+    Attributes:
+        inputs: its arguments, of one row.
+        row: how the row lies; None for one unbroken stretch.
+    """
+
+    inputs: dict[str, torch.Tensor]
+    row: RowContext | None
+
+
+def runs_of(arguments: Mapping[str, Any], pieces: Sequence[Piece], most: int) -> Iterator[Run]:
+    """Runs of the backbone that do all pieces in their order.
+
+    Args:
+        arguments: of the model's forward: `input_ids` or `inputs_embeds`, and perhaps `position_ids`.
+        pieces: from `cut`.
+        most: tokens of a packed row that is made here; 0: every piece runs alone.
+    """
+    first = 0
+    while first < len(pieces):
+        last, tokens = first + 1, pieces[first].stop - pieces[first].start
+        while last < len(pieces) and tokens + pieces[last].stop - pieces[last].start <= most:
+            tokens, last = tokens + pieces[last].stop - pieces[last].start, last + 1
+        yield _joined(arguments, pieces[first:last]) if last - first > 1 else Run(_inputs(arguments, pieces[first]), None)
+        first = last
+
+
+def run_of_row(arguments: Mapping[str, Any], row: RowContext) -> Run:
+    """The run of a row whose layout is known.
+
+    Raises:
+        UserError: arguments that do not go with it.
+    """
+    name = "input_ids" if arguments.get("inputs_embeds") is None else "inputs_embeds"
+    if tuple(arguments[name].shape[:2]) != (1, row.slots):
+        shape = str(tuple(arguments[name].shape))
+        raise UserError(f"{name} are not this rank's part of megaspan_row", got=shape, allowed=f"(1, {row.slots})")
+    if arguments.get("attention_mask") is not None:
+        raise UserError("megaspan_row says what is padding", got="an attention_mask with it", do="Leave attention_mask out")
+    if row.ranks.sizes != (1, 1):
+        for needed in ("shift_labels", "num_items_in_batch"):
+            if arguments.get(needed) is None:
+                raise UserError(f"a row on several ranks needs {needed}: a rank sees a part of its tokens only")
+    positions = arguments.get("position_ids")
+    return Run({name: arguments[name], "position_ids": row.positions[None] if positions is None else positions}, row)
+
+
+def _inputs(arguments: Mapping[str, Any], piece: Piece) -> dict[str, torch.Tensor]:
+    name = "input_ids" if arguments.get("inputs_embeds") is None else "inputs_embeds"
+    inputs: dict[str, torch.Tensor] = {name: arguments[name][piece.row : piece.row + 1, piece.start : piece.stop]}
+    positions = arguments.get("position_ids")
+    if positions is not None:
+        row = piece.row % positions.shape[0]
+        inputs["position_ids"] = positions[row : row + 1, piece.start : piece.stop]
+    elif piece.start > 0:
+        # Rotary attention sees differences of positions only; these are the plain model's own, padding counted.
+        inputs["position_ids"] = torch.arange(piece.start, piece.stop, device=inputs[name].device)[None]
+    return inputs
+
+
+def _joined(arguments: Mapping[str, Any], pieces: Sequence[Piece]) -> Run:
+    """Pieces side by side in one row; neighbours of one row are not copied."""
+    name = "input_ids" if arguments.get("inputs_embeds") is None else "inputs_embeds"
+    tokens, positions = arguments[name], arguments.get("position_ids")
+    if positions is None:
+        positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+    together = Piece(pieces[0].row, pieces[0].start, pieces[-1].stop)
+    if all(here.row == there.row and here.stop == there.start for here, there in itertools.pairwise(pieces)):
+        inputs = _inputs({name: tokens, "position_ids": positions}, together)
+    else:
+        parts = [_inputs({name: tokens, "position_ids": positions}, piece) for piece in pieces]
+        inputs = {each: torch.cat([part[each] for part in parts], dim=1) for each in (name, "position_ids")}
+    layout = lay_out([piece.stop - piece.start for piece in pieces], 1)
+    return Run(inputs, RowContext(layout, RowRanks(), tokens.device))
 
 
 def check_covered(shifted_bT: torch.Tensor, pieces: tuple[Piece, ...]) -> None:
