@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megaspan import launch, world
-from megaspan.config import SFTConfig, parallel
+from megaspan.config import SFTConfig
 from megaspan.human import UserError
 
 TOY = Path(__file__).with_name("toy_train.py")
@@ -29,7 +29,6 @@ def run(what: str, *words: str) -> subprocess.CompletedProcess:
 @pytest.fixture
 def gpus(monkeypatch):
     def see(count: int) -> None:
-        monkeypatch.setattr(parallel, "PROVEN", True)
         monkeypatch.setattr(world, "gpus", lambda: [world.Gpu("a", 1, "1")] * count)
 
     return see
@@ -74,13 +73,6 @@ def test_ranks_that_torchrun_has_started_start_no_others(gpus, monkeypatch):
     assert launch.processes(None, SFTConfig(max_length=8)) == 1
     with pytest.raises(UserError, match="torchrun has started 8 already"):
         launch.processes(2, SFTConfig(max_length=8))
-
-
-def test_several_are_refused_until_they_are_proven(monkeypatch):
-    monkeypatch.setattr(world, "gpus", lambda: [world.Gpu("a", 1, "1")] * 8)
-    assert launch.processes(None, SFTConfig(max_length=8)) == 1
-    with pytest.raises(UserError, match="--nproc must be 1, because this version runs on one device; got 8"):
-        launch.processes(8, SFTConfig(max_length=8))
 
 
 def test_one_process_needs_no_launcher():

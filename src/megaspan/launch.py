@@ -24,7 +24,7 @@ from typing import Any
 
 from megaspan import world
 from megaspan.config import SFTConfig
-from megaspan.config.parallel import OPTIONS, refuse_several, resolve
+from megaspan.config.parallel import OPTIONS, resolve
 from megaspan.human import UserError
 from megaspan.world import Failure
 
@@ -48,8 +48,6 @@ def processes(wish: int | None, config: SFTConfig) -> int:
             )
         return 1
     gpus = 0 if config.use_cpu else len(world.gpus())
-    if wish is not None and wish > 1 and (error := refuse_several("--nproc must be 1", got=wish, do="Leave it out")):
-        raise error
     if wish == 0 or (wish is not None and 0 < gpus < wish):
         raise UserError(
             "--nproc must be a number of processes that each have a GPU" if gpus else "--nproc must be at least 1",
@@ -58,8 +56,6 @@ def processes(wish: int | None, config: SFTConfig) -> int:
             do="On the CPU any number works: add use_cpu: true" if gpus else None,
         )
     count = wish if wish is not None else max(1, gpus)
-    if wish is None and refuse_several("", do="") is not None:
-        count = 1
     given = {option: getattr(config, option) for option in OPTIONS if option in config.model_fields_set}
     resolve(given, count, start="add --nproc {}")
     return count

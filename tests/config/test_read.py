@@ -94,7 +94,7 @@ def test_an_anchor_may_be_merged_and_a_byte_order_mark_is_no_key(write):
 
 
 def test_every_mistake_has_its_line(write):
-    path = write("max_length: 12q\n\nlerning_rate: 1e-4\nfp16: true\nparallelism_config_cp_size: 4\nlora_r: 8\n")
+    path = write("max_length: 12q\n\nlerning_rate: 1e-4\nfp16: true\nparallelism_config_cp_size: 0\nlora_r: 8\n")
     found = errors_of(path, "--sed", "3")
     assert [sentence.split(":")[0].removeprefix(f"{path} ") for sentence in found] == [
         "line 1",

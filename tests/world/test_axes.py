@@ -9,17 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megaspan import world
-from megaspan.config import SFTConfig, parallel
+from megaspan.config import SFTConfig
 from megaspan.config.parallel import AXES, check_heads, legal_sp, resolve
 from megaspan.human import UserError
 from tests.world.test_launchfile import FSDP2
 
 EIGHT = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
-
-
-@pytest.fixture
-def proven(monkeypatch):
-    monkeypatch.setattr(parallel, "PROVEN", True)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +85,6 @@ def test_torch_s_mesh_has_the_same_places(sizes):
         dist.destroy_process_group()
 
 
-@pytest.mark.usefixtures("proven")
 def test_sizes_come_from_options_and_launcher():
     mesh = world.mesh(SFTConfig(max_length=8, cp_size=2, sp_size=2), EIGHT)
     assert (mesh.sizes, mesh.rank, mesh.local_rank, mesh.nodes) == ((1, 2, 2, 2), 5, 1, 2)
@@ -106,7 +100,6 @@ def test_sizes_come_from_options_and_launcher():
         world.mesh(SFTConfig(max_length=8, cp_size=2), FSDP2)
 
 
-@pytest.mark.usefixtures("proven")
 def test_one_process_says_how_to_start_eight():
     with pytest.raises(UserError) as caught:
         world.mesh(SFTConfig(max_length=8, cp_size=4, sp_size=2), {})
@@ -117,11 +110,6 @@ def test_one_process_says_how_to_start_eight():
         "accelerate launch --config_file FSDP2.yaml --num_processes 8",
     ):
         assert command in str(caught.value)
-
-
-def test_several_devices_are_refused_until_they_are_proven():
-    with pytest.raises(UserError, match="torchrun started 8 processes, because this version runs on one device"):
-        world.mesh(SFTConfig(max_length=8), EIGHT)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from accelerate.commands.launch import launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env
 
 from megaspan import world
-from megaspan.config import SFTConfig, parallel
+from megaspan.config import SFTConfig
 from megaspan.human import UserError, UserErrors
 from megaspan.world import launchfile
 from megaspan.world.launchfile import KEYS, READ_AS_NUMBERS_OR_NAMES
@@ -28,26 +28,12 @@ FSDP2 = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def proven(monkeypatch):
-    monkeypatch.setattr(parallel, "PROVEN", True)
-
-
-def test_what_is_not_proven_yet_is_refused():
-    with pytest.raises(UserErrors) as caught:
-        world.refuse_launch(FSDP2)
-    assert "accelerate launch started 8 processes" in str(caught.value)
-    assert "cp_size must be 1, because this version runs on one device; got 8" in str(caught.value)
-
-
-@pytest.mark.usefixtures("proven")
 def test_the_file_of_the_guide_passes():
     world.refuse_launch({})
     world.refuse_launch(FSDP2)
     assert launchfile.sizes(FSDP2) == {"dp_replicate_size": 1, "dp_shard_size": 1, "cp_size": 8, "sp_size": 1}
 
 
-@pytest.mark.usefixtures("proven")
 @pytest.mark.parametrize("key", KEYS, ids=[key.variable for key in KEYS])
 def test_every_key_passes_at_rest_and_is_refused_by_name_otherwise(key):
     passing = ("", "None", *key.passes, *(value.upper() for value in key.passes))
@@ -61,7 +47,6 @@ def test_every_key_passes_at_rest_and_is_refused_by_name_otherwise(key):
     assert error.do
 
 
-@pytest.mark.usefixtures("proven")
 @pytest.mark.parametrize(
     ("environ", "sentences"),
     [
@@ -94,7 +79,6 @@ def test_the_lines_to_paste_are_a_file_that_accelerate_reads(tmp_path):
     assert read.parallelism_config == {"parallelism_config_cp_size": 4}
 
 
-@pytest.mark.usefixtures("proven")
 @pytest.mark.parametrize(
     ("environ", "options", "sentence"),
     [
@@ -144,7 +128,6 @@ def test_every_variable_that_the_installed_accelerate_sets_is_decided():
     assert new <= known
 
 
-@pytest.mark.usefixtures("proven")
 def test_the_defaults_of_the_installed_accelerate_pass():
     given = arguments("--use_fsdp", "--fsdp_version", "2", "--mixed_precision", "no", "--dynamo_backend", "no")
     environ = prepare_multi_gpu_env(given)

@@ -6,13 +6,12 @@ import sys
 import time
 
 from megaspan import world
-from megaspan.config import SFTConfig, parallel
+from megaspan.config import SFTConfig
 from megaspan.human import UserError
 
 
 def main(what: str, *words: str) -> None:
     options = {name: int(value) for name, _, value in (word.partition("=") for word in words)}
-    parallel.PROVEN = True
     config = SFTConfig(max_length=8, use_cpu=what != "gpu", **options)
     ranks = world.join(config, world.Limits(period=0.1, name=1.0, end=2.5))
     axes = ranks.connect()

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megaspan.config.parallel import OPTIONS, refuse_several
 from megaspan.human import UserError
 
 if TYPE_CHECKING:
@@ -156,11 +155,6 @@ def combinations(config: SFTConfig, wrong: set[str]) -> list[UserError]:
         and not wrong & {rule.option, *rule.others}
         and rule.idle(config)
     ]
-    for option in OPTIONS:
-        size = getattr(config, option)
-        if option not in wrong and size not in (None, 1):
-            error = refuse_several(f"{option} must be 1", got=size, do="Remove it", option=option)
-            errors += [] if error is None else [error]
     for options, message, do in _conflicts(config):
         if not wrong & set(options):
             errors.append(UserError(message, do=do, option=options[0]))

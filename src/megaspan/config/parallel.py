@@ -4,8 +4,6 @@ Names and order are those of accelerate's `ParallelismConfig`. A wrong product s
 mesh code, or as a size that was accepted, printed and not applied (cases R92, R93); here it is one sentence with the sizes that
 work, said before a process waits for another. One size may be left open: `dp_shard_size` takes the ranks that the others
 leave, since sharding the states is what the model of such a run needs in any case (16 bytes a parameter).
-
-This file also holds the one refusal of several devices; see `PROVEN`.
 """
 
 from __future__ import annotations
@@ -17,17 +15,6 @@ from megaspan.human import UserError
 
 AXES = ("dp_replicate", "dp_shard", "cp", "sp")
 OPTIONS = tuple(f"{axis}_size" for axis in AXES)
-
-# Several devices are refused until every layout has been proven exact. To lift it: delete this line, `refuse_several` and the
-# three calls of it (config/checks.py, world/launchfile.py, launch.py).
-PROVEN = False
-
-
-def refuse_several(what: str, *, do: str, got: object = None, option: str | None = None) -> UserError | None:
-    """The refusal of more than one device, or None once it is lifted. `what` begins the sentence."""
-    if PROVEN:
-        return None
-    return UserError(f"{what}, because this version runs on one device", got=got, do=do, option=option)
 
 
 def resolve(

@@ -39,7 +39,7 @@ from megaspan.model import (
 from megaspan.model.shard import shard
 from megaspan.model.sharded import load_sharded
 from megaspan.optimizer import check_optim
-from megaspan.plan import Plan, choose, plan_command
+from megaspan.plan import Plan, RankSizes, choose, plan_command
 from megaspan.report import check_trackers
 from megaspan.trainer.job import Job, say
 from megaspan.trainer.share import Share
@@ -61,7 +61,8 @@ def set_up(
         UserError: the options, the launch, the data, the model or the memory do not allow the run.
     """
     ranks = world.join(args)
-    args, given = _wished(model, args)
+    sizes = RankSizes(*ranks.mesh.sizes)
+    args, given = _wished(model, _with_sizes(args, ranks.mesh))
     check_trackers(args.report_to)
     check_optim(args)
     world.set_allocator()
@@ -78,7 +79,7 @@ def set_up(
     with _timed(seconds, "tokenise"):
         if given is None:
             # Refuses positions, models and heads that cannot be, before the text is read.
-            facts = plan_command(args, world.machine()).model
+            facts = plan_command(args, world.machine(), sizes).model
             ranks.mesh.check_heads(facts.heads, facts.kv_heads)
             tokenizer = tokenizer or load_tokenizer(args)
         rows, eval_rows = ranks.in_turn("tokenise", lambda: _rows(args, ranks, tokenizer, train_dataset, eval_dataset))
@@ -94,7 +95,7 @@ def set_up(
                 check_token_ids(found.max_id, loaded.facts.vocab)
     with _timed(seconds, "levers"):
         longest = int(rows.lengths.max())
-        plan = choose(args, loaded.facts, machine, longest=longest)
+        plan = choose(args, loaded.facts, machine, longest=longest, sizes=sizes)
         world.same_everywhere("the plan", _digest(plan))
         prepare(loaded.model, args, plan)
     placed = levers(loaded.model)
@@ -106,6 +107,13 @@ def set_up(
     with _timed(seconds, "pin"):
         placed.reserve(loaded.model, _most_slots(share, rows))
     return Job(args, loaded, rows, eval_rows, plan, ranks, share, seconds)
+
+
+def _with_sizes(args: SFTConfig, mesh: world.Mesh) -> SFTConfig:
+    """The options with the sizes that a launch file has set."""
+    found = {"dp_replicate_size": mesh.dp_replicate, "cp_size": mesh.cp, "sp_size": mesh.sp}
+    changed = {option: size for option, size in found.items() if getattr(args, option) != size}
+    return args.replace(**changed) if changed else args
 
 
 def _wished(model: Any, args: SFTConfig) -> tuple[SFTConfig, PreTrainedModel | None]:

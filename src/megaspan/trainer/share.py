@@ -88,7 +88,7 @@ class Share:
     @staticmethod
     def stretches(row: Row) -> tuple[int, ...]:
         """Tokens of each stretch of a row that attends to itself only, padding that was asked for being the last one."""
-        return (*_attention_lengths(row), *[row.padding] * (row.padding > 0))
+        return (*row.attention_lengths, *[row.padding] * (row.padding > 0))
 
     def layout(self, row: Row) -> TokenLayout:
         """Where the tokens of a row are."""
@@ -105,7 +105,7 @@ class Share:
 
         Labels are moved by one before the row is cut: the last token of a shard is trained by the first of another one.
         """
-        if not self.shares_rows and len(_attention_lengths(row)) == 1:
+        if not self.shares_rows and len(row.attention_lengths) == 1:
             positions = np.arange(len(row.input_ids))
             whole = {"input_ids": row.input_ids, "labels": row.labels, "position_ids": positions}
             return {name: self._on_device(values) for name, values in whole.items()}
@@ -129,7 +129,3 @@ def untrained(row: Row) -> Row:
 def trained_tokens(row: Row) -> int:
     """Tokens of the row that the loss is taken over: those with a label and a predecessor to predict them from."""
     return int((row.labels[1:] != IGNORED).sum())
-
-
-def _attention_lengths(row: Row) -> tuple[int, ...]:
-    return getattr(row, "attention_lengths", None) or (len(row.input_ids) - row.padding,)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megaspan.config.parallel import AXES, refuse_several
+from megaspan.config.parallel import AXES
 from megaspan.human import UserError, UserErrors
 from megaspan.world.launched import launch
 
@@ -103,20 +103,10 @@ def refuse_launch(environ: Mapping[str, str] = os.environ) -> None:
     """Refuses what a launcher asks for and megaspan does not do.
 
     Raises:
-        UserErrors: every such key of accelerate's file by its name; or several processes, until they are supported.
+        UserErrors: every such key of accelerate's file by its name.
     """
-    errors = list(_refused(environ))
-    started = launch(environ)
-    several = (
-        refuse_several(f"{started.by} started {started.world_size} processes", do=ONE_PROCESS) if started.several else None
-    )
-    if several is not None:
-        errors.append(several)
-    if errors:
+    if errors := list(_refused(environ)):
         raise UserErrors(errors)
-
-
-ONE_PROCESS = "Start one process: megaspan train CONFIG.yaml, or --num_processes 1"
 
 
 def _refused(environ: Mapping[str, str]) -> Iterator[UserError]:
@@ -129,18 +119,10 @@ def _refused(environ: Mapping[str, str]) -> Iterator[UserError]:
     for axis, text in _size_texts(environ):
         if not text.isdecimal() or int(text) < 1:
             yield UserError(f"the launch file's parallelism_config_{axis}_size must be a whole number of at least 1", got=text)
-        elif (
-            int(text) > 1 and (error := refuse_several(f"{axis}_size must be 1", do=_without(axis), got=int(text))) is not None
-        ):
-            yield error
     known = {key.variable for key in KEYS} | set(READ_AS_NUMBERS_OR_NAMES)
     for variable in environ:
         if variable.startswith(FAMILIES) and variable not in known:
             yield UserError(f"{variable} is set, and this version of megaspan does not know it", got=environ[variable])
-
-
-def _without(axis: str) -> str:
-    return f"Remove parallelism_config_{axis}_size from the launch file"
 
 
 def _other_engine(environ: Mapping[str, str]) -> str | None:
