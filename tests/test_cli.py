@@ -163,7 +163,7 @@ def test_numbers_that_json_has_no_word_for_become_null(verb, config, capsys):
         (["eval"], "usage: megaspan eval"),
         (["export", "run"], "usage: megaspan export"),
         (["env", "--seed", "1"], "--seed is not a flag here"),
-        (["train", "--nproc", "8", "--max_length", "4k"], "--nproc must be 1"),
+        (["train", "--nproc", "0", "--max_length", "4k"], "--nproc must be at least 1"),
         (["train", "--nproc", "all", "--max_length", "4k"], "--nproc must be a whole number"),
         (["train", "--max_length"], "max_length must be"),
         (["data", "--show", "x", "--max_length", "4k"], "--show must be a whole number"),
