@@ -7,6 +7,7 @@ silence.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +21,9 @@ EXACT_LAYERS = ("full_attention", "sliding_attention")
 """Layer types whose attention is a slice of keys: all earlier ones, or a window of them."""
 
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
+_OVER_TOKENS = re.compile(r"(Mamba|DeltaNet|LinearAttention|LightningAttention|Rwkv|LSTM|Recurrent|ShortConv)(?!.*Norm)")
+"""Modules of transformers that keep a state along the row, or convolve over it."""
+
 _OTHER_SENSES = ("vision_config", "audio_config", "image_token_id", "audio_token_id")
 
 
@@ -118,6 +122,63 @@ def _check_attention(model_class: Any, name: str) -> None:
             f"{name} ({model_class.__name__}) computes attention in its own code, where no other kernel can go",
             allowed="models on transformers' AttentionInterface",
         )
+
+
+def refuse_shared_rows(model: torch.nn.Module | PretrainedConfig | Mapping[str, Any]) -> None:
+    """Refuse a model whose rows cannot lie on several ranks, or hold documents that see only themselves.
+
+    There a rank has some of the row's tokens, in any order, and attention alone brings them together. A layer that reads its
+    neighbours otherwise (a convolution, a state, a shift) would read whatever token lies next to it, and say nothing.
+
+    Args:
+        model: a configuration, before weights are loaded; or a live model (peft around it or not). One that was prepared is
+            tried on a few tokens (`proof.prove_token_wise`); all ranks of a sharded one must call this together.
+
+    Raises:
+        UserError: the sentence names the layer.
+    """
+    if not isinstance(model, torch.nn.Module):
+        _refuse_by_config(model)
+        return
+    inner = unwrap(model)
+    over_tokens: list[str] = []
+    for name, module in inner.named_modules():
+        known = _OVER_TOKENS.search(type(module).__name__) or isinstance(module, torch.nn.Conv1d | torch.nn.RNNBase)
+        # From the model down to the first such module that holds no other: that one is named.
+        if known and name.startswith(f"{over_tokens[-1]}." if over_tokens and over_tokens[-1] else ""):
+            over_tokens.append(name)
+        if getattr(module, "is_causal", True) is False:
+            raise _not_shared(type(inner).__name__, f"{name} ({type(module).__name__}), whose tokens see later ones")
+    if over_tokens:
+        module = inner.get_submodule(over_tokens[-1])
+        raise _not_shared(type(inner).__name__, f"{over_tokens[-1]} ({type(module).__name__})")
+    _refuse_by_config(inner.config)
+    if "_megaspan" in inner.__dict__ and not any(parameter.is_meta for parameter in inner.parameters()):
+        from megaspan.model.proof import prove_token_wise
+
+        prove_token_wise(inner)
+
+
+def _refuse_by_config(config: PretrainedConfig | Mapping[str, Any]) -> None:
+    entries = config if isinstance(config, Mapping) else config.to_dict()
+    name = str(entries.get("model_type", "unknown"))
+    types = entries.get("layer_types") or entries.get("layers_block_type") or ()
+    strange = sorted({str(layer) for layer in types} - set(EXACT_LAYERS) - {"attention"})
+    if strange:
+        raise _not_shared(name, f"layers of type {', '.join(strange)}")
+    if entries.get("attention_chunk_size"):
+        raise _not_shared(name, f"attention in chunks of {entries['attention_chunk_size']} tokens")
+    check_layers(entries, name)
+    if isinstance(config, PretrainedConfig) and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        check_class(type(config), name)
+
+
+def _not_shared(name: str, layer: str) -> UserError:
+    return UserError(
+        f"{name} has {layer}: its rows can neither be split over ranks nor hold packed documents",
+        allowed="layers of softmax attention, full or windowed",
+        do="Set cp_size: 1, sp_size: 1, packing_strategy: wrapped and per_device_train_batch_size: 1",
+    )
 
 
 def unwrap(model: torch.nn.Module) -> PreTrainedModel:

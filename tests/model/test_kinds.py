@@ -1,0 +1,118 @@
+"""Models whose rows cannot lie on several ranks are refused by the name of the layer (R65, R66), and no others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from megaspan.human import UserError
+from megaspan.model import prepare
+from megaspan.model.kinds import refuse_shared_rows
+from tests.model.support import plan, settings
+from tests.models import FAMILIES, tiny, tiny_config
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 16, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+STRANGE: dict[str, tuple[dict[str, Any], str, str]] = {
+    "qwen3_next": (
+        {"layer_types": ["linear_attention", "full_attention"], "num_experts": 2, "linear_num_value_heads": 2,
+         "linear_num_key_heads": 2},
+        "layers of type linear_attention", r"layers\.0\.linear_attn",
+    ),
+    "lfm2": ({"layer_types": ["conv", "full_attention"]}, "layers of type conv", r"layers\.0\.conv\.conv \(Conv1d\)"),
+    "mamba": ({}, "carry a state", r"layers\.0\.mixer\.conv1d \(Conv1d\)"),
+    "rwkv": ({"attention_hidden_size": 32}, "carry a state", r"blocks\.0\.attention \(RwkvSelfAttention\)"),
+    "recurrent_gemma": (
+        {"block_types": ["recurrent", "attention"], "lru_width": 32}, "carry a state", r"layers\.0\.temporal_block\."
+    ),
+    "jamba": (
+        {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "use_mamba_kernels": False},
+        "layers of type|carry a state", r"layers\.0\.mamba\.conv1d",
+    ),
+    "llama4_text": (
+        {"num_local_experts": 2, "layer_types": ["chunked_attention", "full_attention"]},
+        "layers of type chunked_attention", "chunked_attention",
+    ),
+    "bert": ({}, "later tokens", "later"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", STRANGE)
+def test_strange_layers_are_refused_by_name(kind: str) -> None:
+    """From the configuration before a weight is loaded, and from a model (on the meta device) by the module."""
+    changes, of_config, of_model = STRANGE[kind]
+    config = AutoConfig.for_model(kind, **(SIZES | changes))
+    with pytest.raises(UserError, match=of_config):
+        refuse_shared_rows(config)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(UserError, match=of_model):
+        refuse_shared_rows(model)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_of_softmax_attention_are_taken(family: str) -> None:
+    config = tiny_config(family)
+    refuse_shared_rows(config)
+    refuse_shared_rows(config.to_dict())
+    with torch.device("meta"):
+        refuse_shared_rows(AutoModelForCausalLM.from_config(config))
+    model = tiny(family)
+    refuse_shared_rows(model)
+    prepare(model, settings(), plan())
+    refuse_shared_rows(model)
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_chunks_without_types_of_layers() -> None:
+    with pytest.raises(UserError, match="chunks of 64 tokens"):
+        refuse_shared_rows({"model_type": "llama", "attention_chunk_size": 64})
+
+
+class Shifted(torch.nn.Module):
+    """Adds a share of the token before, as RWKV does."""
+
+    def __init__(self, own: torch.nn.Module) -> None:
+        super().__init__()
+        self.own = own
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.own(x + 0.1 * torch.nn.functional.pad(x, (0, 0, 1, 0))[:, :-1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_has_no_known_name_is_found_on_the_live_model(dtype: torch.dtype) -> None:
+    """A shift over tokens in a module of somebody's own: the proof names the first that does it."""
+    model: Any = tiny("qwen3", dtype=dtype)
+    model.model.layers[1].mlp = Shifted(model.model.layers[1].mlp)
+    prepare(model, settings(), plan(streamed=False))
+    with pytest.raises(UserError, match=r"has model\.layers\.1\.mlp \(Shifted\).*cp_size: 1"):
+        refuse_shared_rows(model)
+
+
+def test_positions_that_are_counted_instead_of_given_are_found() -> None:
+    model: Any = tiny("llama")
+    rotary = model.model.rotary_emb
+    own = rotary.forward
+    rotary.forward = lambda x, position_ids: own(x, torch.arange(x.shape[1])[None])
+    prepare(model, settings(), plan())
+    with pytest.raises(UserError, match=r"model\.rotary_emb \(LlamaRotaryEmbedding\)"):
+        refuse_shared_rows(model)
+
+
+def test_a_model_that_drops_what_it_is_given_is_found() -> None:
+    """A rank would attend to its own tokens only, and the loss be a little worse."""
+    model: Any = tiny("llama")
+    attention = model.model.layers[1].self_attn
+    own = attention.forward
+    attention.forward = lambda *args, **kwargs: own(
+        *args, **{name: value for name, value in kwargs.items() if not name.startswith("megaspan")}
+    )
+    prepare(model, settings(), plan(streamed=False))
+    with pytest.raises(UserError, match="1 of 2 layers pass it on"):
+        refuse_shared_rows(model)
