@@ -9,6 +9,7 @@ again in FlashAttention 4, so a case with segments is tried with few and with ma
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -78,7 +79,43 @@ def choose_proven(
         if isinstance(choice.kernel, TiledMath):
             raise RuntimeError(f"matrix products on {device} are off by {error:.1e} in {case.dtype}: broken hardware or torch")
         reason = f"computed wrong values on this machine (relative error {error:.1e})"
-        kernels = tuple(_Wrong(kernel, reason) if kernel is choice.kernel else kernel for kernel in kernels)
+        wrong = _Wrong if case.plain else _WrongInSegments
+        kernels = tuple(wrong(kernel, reason) if kernel is choice.kernel else kernel for kernel in kernels)
+
+
+@final
+class SegmentProof:
+    """The proof of one kind of layer on segments, for models whose rows are not packed as a rule: run when a packed row comes.
+
+    Args:
+        case: of the layer, plain.
+        sinks: whether it has them.
+        device: where to try.
+        kernels: the candidates, proven for the plain case.
+    """
+
+    def __init__(self, case: Case, sinks: bool, device: torch.device, kernels: tuple[Kernel, ...]) -> None:
+        self._case, self._sinks, self._device, self._kernels = case, sinks, device, kernels
+        self._proven: dict[int, Kernel] | None = None
+
+    def choose(self, share: int | None) -> tuple[KernelChoice, tuple[Kernel, ...]]:
+        """`choose_proven` for a row of several documents.
+
+        Args:
+            share: query heads of a KV head in one call.
+        """
+        case = replace(self._case, segments=2, share=share)
+        with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
+            choice, proven = choose_proven(case, self._sinks, self._device, self._kernels)
+        self._proven = {id(given): kernel for given, kernel in zip(self._kernels, proven, strict=True)}
+        return choice, proven
+
+    def applied_to(self, kernels: tuple[Kernel, ...], share: int | None) -> tuple[Kernel, ...]:
+        """The kernels of a layer, those that are wrong on segments refusing them. The first call tries them."""
+        if self._proven is None:
+            self.choose(share)
+        proven = self._proven or {}
+        return tuple(proven.get(id(kernel), kernel) for kernel in kernels)
 
 
 class _Wrong(Kernel):
@@ -90,11 +127,34 @@ class _Wrong(Kernel):
     def refusal(self, case: Case) -> Refusal | None:
         return self._refusal
 
-    def forward(self, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         raise AssertionError(self._refusal.reason)
 
-    def backward(self, *args: object, **kwargs: object) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
         raise AssertionError(self._refusal.reason)
+
+
+class _WrongInSegments(Kernel):
+    """A kernel that failed its proof on segments: it refuses those."""
+
+    def __init__(self, kernel: Kernel, reason: str) -> None:
+        self.name, self.max_elements = kernel.name, kernel.max_elements
+        self._kernel, self._refusal = kernel, Refusal(reason, True)
+
+    def installed(self) -> bool:
+        return self._kernel.installed()
+
+    def limit(self, segments: Segments | None) -> int | None:
+        return self._kernel.limit(segments)
+
+    def refusal(self, case: Case) -> Refusal | None:
+        return self._kernel.refusal(case) if case.plain else self._refusal
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return self._kernel.forward(*args, **kwargs)
+
+    def backward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return self._kernel.backward(*args, **kwargs)
 
 
 def _distance(got: Tensor, want: Tensor) -> float:

@@ -13,7 +13,7 @@ import copy
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +23,9 @@ from transformers.masking_utils import AttentionMaskInterface
 from megaspan.attention.attend import attend_with, settle
 from megaspan.attention.choose import KERNELS, KernelChoice, case_of, choose_for
 from megaspan.attention.context import RowContext
-from megaspan.attention.kernel import Kernel, Scoring
+from megaspan.attention.kernel import Case, Kernel, Scoring
 from megaspan.attention.mask import Mask
-from megaspan.attention.proof import choose_proven
+from megaspan.attention.proof import SegmentProof, choose_proven
 from megaspan.attention.rowattend import attend_row
 from megaspan.attention.work import Work
 from megaspan.human import UserError
@@ -62,16 +62,21 @@ class AttentionCall:
     kernels: tuple[Kernel, ...]
 
 
-def install(model: nn.Module, *, dtype: torch.dtype | None = None, prove: bool = True) -> KernelChoice:
+def install(
+    model: nn.Module, *, dtype: torch.dtype | None = None, prove: bool = True, packed: bool = False, sp_size: int = 1
+) -> KernelChoice:
     """Makes `megaspan` the attention of this model and of no other.
 
     Args:
         model: an unmodified transformers causal language model, or one wrapped by peft.
         dtype: what attention computes in; the dtype of the parameters by default.
         prove: on a GPU, try each kernel against fp32 before it is taken.
+        packed: rows will hold several documents: kernels are tried, and chosen, for those too. Without it they are tried when
+            such a row comes.
+        sp_size: ranks that share a row's heads.
 
     Returns:
-        The kernel of the layers with full attention; kernels of windowed layers are in `also`.
+        The kernel of the layers with full attention; kernels of windowed layers and of packed rows are in `also`.
 
     Raises:
         UserError: the model cannot take another attention, or has attention that is not causal, has dropout or is chunked.
@@ -88,7 +93,7 @@ def install(model: nn.Module, *, dtype: torch.dtype | None = None, prove: bool =
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask)
     language_model.set_attn_implementation(NAME)
-    return _choices(model, language_model, dtype, prove)
+    return _choices(model, language_model, dtype, prove, sp_size if packed else None)
 
 
 def attention(
@@ -128,8 +133,9 @@ def attention(
     keys = key.shape[2] if megaspan_row is None else megaspan_row.layout.tokens
     _check_window(module, attention_mask, sliding_window, keys)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    kernels = _kernels(module, megaspan_row)
     call = AttentionCall(
-        *_one_dtype(query, key, value), Scoring(scale, sliding_window or None, softcap or None), s_aux, _kernels(module)
+        *_one_dtype(query, key, value), Scoring(scale, sliding_window or None, softcap or None), s_aux, kernels
     )
     return (megaspan_capture(call) if megaspan_capture is not None else run_call(call, megaspan_row)), None
 
@@ -225,10 +231,20 @@ def _window_of(module: Any) -> int | None:
     return int(window) if window else None
 
 
-def _kernels(module: nn.Module) -> tuple[Kernel, ...]:
+def _kernels(module: nn.Module, row: RowContext | None) -> tuple[Kernel, ...]:
     """What `install` found usable for the module; all kernels for a module that it did not see."""
     kernels: tuple[Kernel, ...] = getattr(module, "megaspan_kernels", KERNELS)
+    if row is not None and (proof := module.__dict__.pop("megaspan_segments", None)) is not None:
+        kernels = proof.applied_to(kernels, _share(module, row.ranks.sizes[1]))
+        module.megaspan_kernels = kernels  # type: ignore[assignment]
     return kernels
+
+
+def _share(module: Any, sp_size: int) -> int | None:
+    """Query heads of a KV head in one call: fewer where several ranks share a KV head."""
+    heads = getattr(getattr(module, "config", None), "num_attention_heads", None)
+    share = int(module.num_key_value_groups)
+    return share if heads is None else max(1, min(share, heads // sp_size))
 
 
 def _check_window(module: nn.Module, attention_mask: Tensor | None, sliding_window: int | None, keys: int) -> None:
@@ -279,26 +295,51 @@ def _own_config(model: nn.Module) -> None:
                 setattr(module, name, copy.deepcopy(value, memo))
 
 
-def _choices(model: nn.Module, language_model: PreTrainedModel, dtype: torch.dtype | None, prove: bool) -> KernelChoice:
+def _choices(
+    model: nn.Module, language_model: PreTrainedModel, dtype: torch.dtype | None, prove: bool, packed_over: int | None
+) -> KernelChoice:
+    """A choice for each kind of layer. `packed_over`: sp ranks of packed rows, None where none are expected."""
     config, parameter = language_model.config.get_text_config(), next(model.parameters())
     length, dtype = int(getattr(config, "max_position_embeddings", 2**20)), dtype or parameter.dtype
-    kinds: dict[tuple, tuple[KernelChoice, tuple[Kernel, ...]]] = {}
+    kinds: dict[tuple, _Kind] = {}
     for module in model.modules():
         if is_attention(module):
             window, softcap = _window_of(module), getattr(module, "attn_logit_softcapping", None)
             case = case_of(parameter.device, dtype, int(module.head_dim), window, softcap, length, length)  # type: ignore[arg-type]
             sinks = getattr(module, "sinks", None) is not None
             if (case, sinks) not in kinds:
-                if prove and parameter.device.type == "cuda":
-                    kinds[case, sinks] = choose_proven(case, sinks, parameter.device)
-                else:
-                    kinds[case, sinks] = choose_for(case, sinks), KERNELS
+                share = None if packed_over is None else _share(module, packed_over)
+                kinds[case, sinks] = _kind(case, sinks, parameter.device, prove, packed_over is not None, share)
+            kind = kinds[case, sinks]
             # What the layer may use later. A kernel that is not there is left out: to look for its package takes 0.1 ms a call.
-            module.megaspan_kernels = tuple(kernel for kernel in kinds[case, sinks][1] if kernel.installed())  # type: ignore[assignment]
+            module.megaspan_kernels = tuple(kernel for kernel in kind.kernels if kernel.installed())  # type: ignore[assignment]
+            if kind.unproven is not None:
+                module.megaspan_segments = kind.unproven  # type: ignore[assignment]
     if not kinds:
         raise UserError("this model has no attention layers that AttentionInterface reaches", got=type(model).__name__)
-    first, *rest = (choice for _, (choice, _) in sorted(kinds.items(), key=lambda kind: kind[0][0].window or 0))
+    in_order = [kind for _, kind in sorted(kinds.items(), key=lambda kind: kind[0][0].window or 0)]
+    first, *rest = [kind.choice for kind in in_order] + [kind.packed for kind in in_order if kind.packed is not None]
     return replace(first, also=tuple(rest))
+
+
+class _Kind(NamedTuple):
+    """What was found for one kind of layer: its kernel, that of packed rows if they are expected, and the candidates."""
+
+    choice: KernelChoice
+    kernels: tuple[Kernel, ...]
+    packed: KernelChoice | None
+    unproven: SegmentProof | None
+
+
+def _kind(case: Case, sinks: bool, device: torch.device, prove: bool, packed: bool, share: int | None) -> _Kind:
+    if not prove or device.type != "cuda":
+        return _Kind(choose_for(case, sinks), KERNELS, choose_for(replace(case, segments=2), sinks) if packed else None, None)
+    choice, kernels = choose_proven(case, sinks, device)
+    proof = SegmentProof(case, sinks, device, kernels)
+    if not packed:
+        return _Kind(choice, kernels, None, proof)
+    in_segments, kernels = proof.choose(share)
+    return _Kind(choice, kernels, in_segments, None)
 
 
 def _no_dropout() -> str:

@@ -246,7 +246,7 @@ def _install(model: PreTrainedModel, args: SFTConfig, plan: Plan, settings: Sett
     before = proof.reference(model)
     state = None
     try:
-        kernel = install(model)
+        kernel = install(model, packed=args.packing and args.packing_strategy == "bfd", sp_size=args.sp_size)
         proof.prove_attention(model, before)
         state = Levers(args, plan, settings, kernel, head.describe(), on_layer=on_layer)
         if plan.checkpoint:
@@ -308,7 +308,8 @@ def _input_bytes(model: PreTrainedModel, tokens: int) -> int:
 def _restore_attention(model: PreTrainedModel, settings: Settings) -> None:
     model.set_attn_implementation(settings.plain_attention)
     for module in model.modules():
-        module.__dict__.pop("megaspan_kernels", None)  # what attention.install left on the layers
+        for name in ("megaspan_kernels", "megaspan_segments"):
+            module.__dict__.pop(name, None)  # what attention.install left on the layers
 
 
 def _prepared_forward(signature: inspect.Signature) -> Callable[..., Any]:
