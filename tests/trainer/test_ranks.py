@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import os
+import shutil
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, TrainerCallback
 
+from megaspan import SFTTrainer
+from megaspan.config.parallel import AXES
+from megaspan.trainer.interrupt import Interrupted
 from tests.gloo import run_ranks
-from tests.trainer.support import documents, logged, model_folder, trainer
+from tests.trainer.support import assert_same_bits, documents, logged, model_folder, trainer
 
 __all__ = ["model_folder"]
 
@@ -37,25 +44,73 @@ def options_of(sizes: dict[str, int], ranks: int, **changes: Any) -> dict[str, A
     return OPTIONS | {"gradient_accumulation_steps": ROWS_A_STEP // data} | sizes | changes
 
 
-def train(rank: int, world: int, folder: Path, out: Path, sizes: dict[str, int], changes: dict[str, Any]) -> None:
+def train(rank: int, world: int, folder: Any, out: Path, sizes: dict[str, int], changes: dict[str, Any]) -> None:
     """One run of one rank."""
     launched(rank, world)
-    run = trainer(folder, out, DATA, eval_dataset=HELD_OUT, **options_of(sizes, world, **changes))
-    assert str(run._job.ranks.mesh).startswith(f"{world} ranks")
+    changes = dict(changes)
+    data = changes.pop("data", DATA)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) if changes.pop("as_object", False) else folder
+    run = trainer(model, out, data, eval_dataset=HELD_OUT, **options_of(sizes, world, **changes))
+    mesh = run._job.ranks.mesh
+    assert {f"{axis}_size": size for axis, size in zip(AXES, mesh.sizes, strict=True) if size > 1} == sizes
+    assert all(isinstance(parameter, DTensor) for parameter in run.model.parameters())
+    assert run.state.is_world_process_zero == (rank == 0)
     run.train()
     run.save_model()
-    if rank == 0:
-        (out / "history.json").write_text(json.dumps(run.state.log_history))
-    assert run.state.is_world_process_zero == (rank == 0)
     run._job.ranks.heart.close()
 
 
-def one(folder: Path, out: Path, **changes: Any) -> dict[str, torch.Tensor]:
+def interrupted(rank: int, world: int, folder: Path, out: Path, sizes: dict[str, int]) -> None:
+    """A signal comes to the last rank alone, in the second step; all stop, and the run goes on from what they left."""
+    launched(rank, world)
+    options = options_of(sizes, world, save_strategy="steps", save_steps=100)
+    run = trainer(folder, out, DATA, eval_dataset=HELD_OUT, callbacks=[Signal(rank == world - 1)], **options)
+    slow(run)
+    with pytest.raises(Interrupted) as caught:
+        run.train()
+    assert caught.value.signum == signal.SIGTERM
+    assert caught.value.__notes__[0].startswith(f"{out / 'checkpoint-1'} is complete")
+    assert all(parameter.grad is None for parameter in run.model.parameters())
+    run._job.ranks.heart.close()
+    if rank == 0:
+        shutil.copytree(out, out.with_name(f"{out.name}_stopped"))
+    again = trainer(folder, out, DATA, eval_dataset=HELD_OUT, resume_from_checkpoint=True, **options)
+    again.train()
+    again.save_model()
+    again._job.ranks.heart.close()
+
+
+def slow(run: SFTTrainer) -> None:
+    """Makes a step last longer than ranks need to hear of each other's signals."""
+    watch = run._job.watch_layers
+
+    def watch_layers(on_layer: Any) -> None:
+        def layer(phase: str, index: int) -> None:
+            time.sleep(0.15)
+            on_layer(phase, index)
+
+        watch(layer if on_layer else None)
+
+    run._job.watch_layers = watch_layers  # type: ignore[method-assign]
+
+
+class Signal(TrainerCallback):
+    """Sends this process a signal when the second step begins."""
+
+    def __init__(self, sends: bool) -> None:
+        self.sends = sends
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.sends and state.global_step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def one(folder: Path, out: Path, **changes: Any) -> Path:
     """The same run on one process."""
-    run = trainer(folder, out, DATA, eval_dataset=HELD_OUT, **options_of({}, 1, **changes))
+    run = trainer(folder, out, changes.pop("data", DATA), eval_dataset=HELD_OUT, **options_of({}, 1, **changes))
     run.train()
     run.save_model()
-    return saved(out)
+    return out
 
 
 def saved(out: Path) -> dict[str, torch.Tensor]:
@@ -83,10 +138,42 @@ def assert_same_run(out: Path, want: Path) -> None:
         assert (weights[name] - tensor).norm() <= 1e-3 * tensor.norm(), (out.name, name)
 
 
+LORA: dict[str, Any] = {"use_peft": True, "lora_r": 4, "lora_dropout": 0.2, "lora_target_modules": "all-linear"}
+# A first window without a trained token, and a last one with two masked rows.
+MASKED = [{"input_ids": each["input_ids"], "labels": [-100] * len(each["input_ids"])} for each in DATA[:6]]
+MASKED += [{"input_ids": DATA[6]["input_ids"], "labels": DATA[6]["input_ids"]}]
+SEQUENTIAL: dict[str, Any] = {"data": MASKED, "train_sampling_strategy": "sequential", "eos_token": None, "num_train_epochs": 1}
+SHARD, CP, SP = {"dp_shard_size": 2}, {"cp_size": 2}, {"sp_size": 2}
+
+
 def test_two_ranks(tmp_path, model_folder):
-    one(model_folder, tmp_path / "one")
-    layouts = [{"dp_shard_size": 2}, {"cp_size": 2}, {"sp_size": 2}]
-    cases = [(train, (model_folder, tmp_path / "_".join(sizes), sizes, {})) for sizes in layouts]
-    run_ranks(2, cases)
+    """All in one group of two: starting one takes seconds."""
+    runs: list[tuple[str, dict[str, int], dict[str, Any]]] = [
+        ("whole", SHARD, {}), ("whole", CP, {"as_object": True}), ("whole", SP, {}), ("lora", SHARD, LORA), ("lora", CP, LORA),
+        ("masked", SHARD, SEQUENTIAL), ("masked", SP, SEQUENTIAL),
+    ]  # fmt: skip
+    cases = [(train, (model_folder, tmp_path / f"{name}_{next(iter(sizes))}", sizes, changes)) for name, sizes, changes in runs]
+    stopped = (interrupted, (model_folder, tmp_path / "stopped", CP))
+    run_ranks(2, [*cases, stopped])
+    wanted = {
+        name: one(model_folder, tmp_path / name, **changes)
+        for name, changes in (("whole", {}), ("lora", LORA), ("masked", SEQUENTIAL))
+    }
+    for name, sizes, _ in runs:
+        assert_same_run(tmp_path / f"{name}_{next(iter(sizes))}", wanted[name])
+    assert_same_bits(saved(tmp_path / "stopped"), saved(tmp_path / "whole_cp_size"))
+    # What two ranks have left is taken on by one.
+    on_one = tmp_path / "stopped_stopped"
+    assert_same_run(
+        one(model_folder, on_one, save_strategy="steps", save_steps=100, resume_from_checkpoint=True), wanted["whole"]
+    )
+    assert "loss" not in logged(tmp_path / "masked_sp_size")[0]
+    assert (tmp_path / "lora_cp_size" / "model" / "adapter_config.json").exists()
+
+
+def test_four_ranks(tmp_path, model_folder):
+    layouts = [{"cp_size": 2, "sp_size": 2}, {"dp_replicate_size": 2, "cp_size": 2}]
+    run_ranks(4, [(train, (model_folder, tmp_path / "_".join(sizes), sizes, {})) for sizes in layouts])
+    wanted = one(model_folder, tmp_path / "one")
     for sizes in layouts:
-        assert_same_run(tmp_path / "_".join(sizes), tmp_path / "one")
+        assert_same_run(tmp_path / "_".join(sizes), wanted)

@@ -261,7 +261,7 @@ class Job:
         return f"{format_tokens(-(-longest // shared))} on each of its {shared} ranks" if shared > 1 else "each on one rank"
 
     def _of_each_rank(self) -> str:
-        return f"model_tflops is of one rank: a {self.ranks.mesh.ranks}th of all" if self.ranks.mesh.ranks > 1 else ""
+        return f"model_tflops is of each of {self.ranks.mesh.ranks} ranks" if self.ranks.mesh.ranks > 1 else ""
 
     def _memory_line(self) -> Line:
         plan = self.plan

@@ -62,7 +62,7 @@ def set_up(
     """
     ranks = world.join(args)
     sizes = RankSizes(*ranks.mesh.sizes)
-    args, given = _wished(model, _with_sizes(args, ranks.mesh))
+    args, given = _wished(model, _as_launched(args, ranks))
     check_trackers(args.report_to)
     check_optim(args)
     world.set_allocator()
@@ -109,9 +109,12 @@ def set_up(
     return Job(args, loaded, rows, eval_rows, plan, ranks, share, seconds)
 
 
-def _with_sizes(args: SFTConfig, mesh: world.Mesh) -> SFTConfig:
-    """The options with the sizes that a launch file has set."""
+def _as_launched(args: SFTConfig, ranks: world.Ranks) -> SFTConfig:
+    """The options with the sizes that a launch file has set, and with use_cpu where that leaves a GPU alone."""
+    mesh = ranks.mesh
     found = {"dp_replicate_size": mesh.dp_replicate, "cp_size": mesh.cp, "sp_size": mesh.sp}
+    if ranks.device.type == "cpu" and world.gpus():
+        found["use_cpu"] = True
     changed = {option: size for option, size in found.items() if getattr(args, option) != size}
     return args.replace(**changed) if changed else args
 
