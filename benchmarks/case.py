@@ -234,7 +234,7 @@ def turn_dials(trainer: Any, args: Any, dials: dict[str, Any]) -> None:
     prepare(trainer.model, args, job.plan)
     placed = levers(trainer.model)
     assert placed is not None
-    placed.reserve(trainer.model, args.max_length)
+    placed.reserve(trainer.model, job.share.slots(job.rows[number] for number in range(len(job.rows))))
 
 
 def run_rehearsal(case: dict[str, Any], folder: Path) -> None:

@@ -176,7 +176,9 @@ def main(given: list[str] | None = None) -> int:
         if args.real:
             outcome = record.case("megaspan", full_case(args, case, "megaspan"), args.timeout)
             real = (
-                {key: outcome.quoted[0][key] for key in ("peak_bytes", "reserved_bytes", "host_bytes")}
+                {key: outcome.quoted[0][key] for key in ("peak_bytes", "reserved_bytes")}
+                # A rehearsal tells of the host memory of one rank.
+                | {"host_bytes": outcome.quoted[0]["host_bytes"] / args.layout.ranks}
                 if outcome.quoted
                 else {}
             )

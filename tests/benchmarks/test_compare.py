@@ -180,6 +180,17 @@ def test_tiny_runs_both_systems_on_the_cpu(tmp_path: Path, capsys: pytest.Captur
     assert written["versions"]["torch"] in sys.modules["torch"].__version__
 
 
+def test_tiny_runs_a_layout_of_two_ranks_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The public trainer under torchrun."""
+    out = tmp_path / "out.json"
+    assert compare.main(["--tiny", "--sp", "2", "--peers", "--profile", "--json", str(out)]) == 0
+    assert "megaspan sp2" in capsys.readouterr().out
+    (case,) = json.loads(out.read_text())["cases"]
+    assert [step["step"] for step in case["steps_measured"]] == [1, 2, 3], "the profiled one comes on top"
+    assert case["losses"] == pytest.approx([6.24] * 3, abs=0.5), "log of 512 words"
+    assert case["host_bytes"] > 2 * 2**28, "of two processes"
+
+
 def test_the_loss_benchmark_runs_at_toy_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "loss.json"
     assert loss.main(["--tiny", "--tiles", "128", "256", "--json", str(out)]) == 0

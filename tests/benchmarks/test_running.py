@@ -135,3 +135,16 @@ def test_trl_is_started_as_its_guide_says(tmp_path):
     made = running.accelerate_file(4, cuda=True)
     assert made["fsdp_config"]["fsdp_version"] == 2
     assert (made["mixed_precision"], made["parallelism_config"]) == ("bf16", {"parallelism_config_cp_size": 4})
+
+
+def test_dials_are_turned_on_every_rank():
+    """Few layers of two ranks run as the whole model's plan says, as on one."""
+    dials = {"kind": "outputs", "layer_tile_tokens": 40, "kv_heads_per_call": 1, "stream_back": True, "again": "host"}
+    states = {"gradients": "device", "moments": "device"}
+    case = {"system": "megaspan", "shape": "tiny", "layers": 2, "tokens": 96, "steps": 1, "limit": 0, "offload": True}
+    case |= {"warm": 32, "layout": "cp2", "dials": dials | {"states": states}}
+    made = running.run_case("few layers", case, 120)
+    assert made.failed is None, made.why
+    told = {line[0]: line[1:] for line in made.facts["levers"]}
+    assert "tiles of 40 tokens" in told["layers"][1]
+    assert made.losses == pytest.approx([6.24, 6.24], abs=0.5), "log of 512 words"
