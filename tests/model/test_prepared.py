@@ -88,7 +88,7 @@ def test_shifted_labels_win() -> None:
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma3", "gpt_oss", "qwen3_moe"])
-def test_several_rows_run_row_by_row(family: str) -> None:
+def test_several_rows_do_not_see_each_other(family: str) -> None:
     assert_parity(family, plan(), batch(LENGTH, rows=3))
 
 
