@@ -539,11 +539,7 @@ def test_every_token_is_accounted_for(
         assert (ledger.added, ledger.added_in_front) == (added, in_front)
 
 
-def test_options_that_this_part_cannot_serve(tmp_path: Path) -> None:
-    settings = config()
-    object.__setattr__(settings, "packing_strategy", "bfd")
-    with pytest.raises(UserError, match="packing_strategy is not built yet"):
-        prepare_module.prepare_rows(settings, None, dataset=[[1]], cache_folder=tmp_path)
+def test_text_needs_a_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="text needs a tokenizer, and there is none"):
         prepare_module.prepare_rows(config(), None, dataset=["text"], cache_folder=tmp_path, report=lambda line: None)
 

@@ -37,6 +37,11 @@ class Inert:
     do: str
 
 
+def _wraps(config: SFTConfig) -> bool:
+    """Whether documents are joined, and continue in the next row."""
+    return config.packing and config.packing_strategy == "wrapped"
+
+
 ONE = "Remove one of the two"
 STEPS_ONLY = (("eval_steps", "eval_strategy"), ("logging_steps", "logging_strategy"), ("save_steps", "save_strategy"))
 
@@ -56,17 +61,17 @@ INERT: tuple[Inert, ...] = (
     Inert("packing_strategy", ("packing",), lambda c: not c.packing, "with packing: false", ONE),
     Inert(
         "overlong",
-        ("packing",),
-        lambda c: c.packing,
-        "with packing: true, which never cuts a document off",
-        "Add packing: false or remove it",
+        ("packing", "packing_strategy"),
+        _wraps,
+        "with packing_strategy: wrapped, which never cuts a document off",
+        "Add packing: false or packing_strategy: bfd, or remove it",
     ),
     Inert(
         "max_lost_tokens",
-        ("packing", "overlong"),
-        lambda c: c.packing or c.overlong == "split",
+        ("packing", "packing_strategy", "overlong"),
+        lambda c: _wraps(c) or c.overlong == "split",
         "where no text is lost",
-        "Add packing: false with overlong: truncate or drop, or remove it",
+        "Add overlong: truncate or drop, with packing: false or packing_strategy: bfd, or remove it",
     ),
     Inert(
         "lr_scheduler_kwargs",

@@ -117,13 +117,15 @@ class SFTConfig(BaseModel):
     dataset_num_proc: Count | None = Field(None, description="Threads of the tokenizer; null is one per core.")
     max_length: Tokens = Field(..., description="Tokens in a row, over all GPUs: 131072, 128k, 1M.")
     packing: bool = Field(True, description="Join documents until a row is full; false gives every document its own row.")
-    packing_strategy: Literal["wrapped"] = Field(
+    packing_strategy: Literal["wrapped", "bfd"] = Field(
         "wrapped",
-        description="wrapped joins documents and continues the rest in the next row; every token sees all earlier ones.",
+        description="wrapped joins documents and continues the rest in the next row; every token sees all earlier ones. "
+        "bfd puts whole documents together, as tightly as they fit; each sees only itself.",
     )
     max_rows: Count | None = Field(None, description="Stop after this many rows.")
     overlong: Literal["split", "truncate", "drop"] = Field(
-        "split", description="Without packing, a document longer than max_length is split into rows, truncated or dropped."
+        "split",
+        description="Without packing or with bfd, a document longer than max_length is split into rows, truncated or dropped.",
     )
     max_lost_tokens: Lost = Field(
         0.01, description="Stop when more tokens than this would be lost: a share up to 1, a number of tokens above 1."

@@ -20,6 +20,7 @@ import numpy as np
 
 from megaspan.data.cutrows import OnePerDocument, RowCutter, Wrapped
 from megaspan.data.ledger import SourceTally, TokenLedger
+from megaspan.data.packed import BestFit
 from megaspan.data.readers import Source
 from megaspan.data.records import Document
 from megaspan.data.tokenise import Piece, Tokeniser
@@ -66,6 +67,7 @@ class Preparation:
                 {
                     "fingerprint": fingerprint,
                     "max_id": cutter.tally.max_id,
+                    "separate": not isinstance(cutter, Wrapped),
                     "notes": tokeniser.notes,
                     "ledger": ledger.to_dict(),
                 },
@@ -91,6 +93,8 @@ class Preparation:
 
     def _cutter(self, writer: StoreWriter) -> RowCutter:
         config = self.config
+        if config.packing and config.packing_strategy == "bfd":
+            return BestFit(writer, config.max_length, config.max_rows, config.overlong)
         if config.packing:
             return Wrapped(writer, config.max_length, config.max_rows)
         return OnePerDocument(writer, config.max_length, config.max_rows, config.overlong)
@@ -204,6 +208,10 @@ class Counts:
             self.empty += 1
             self.dropped += tokens
             return False
+        if piece.document.lengths is not None:
+            for length in piece.document.lengths.tolist():
+                self.sources[piece.document.source].count(length, piece.document.place, self._length)
+            return True
         if piece.first:
             self._open, self._seen = piece.document, 0
         self._seen += tokens

@@ -1,8 +1,9 @@
-"""Pieces of documents → rows in a store: joined until a row is full, or one document a row.
+"""Pieces of documents → rows in a store: joined until a row is full, or one document a row. (Packed: `packed.py`.)
 
 `packing_strategy: wrapped` fills every row to `max_length`: the rest of a document continues in the next row, so no token is
 lost, and only the last row is shorter. Without packing a document has its own row; a longer one is split into rows, truncated
-or dropped, each counted. In every case the first token of a document and of a row gets no label: nothing before it in its row
+or dropped, each counted. A record that holds several documents, packed elsewhere, is a row as it is; a longer one is split
+between documents. In every case the first token of a document and of a row gets no label: nothing before it in its row
 says what it should be (R30). Where documents begin with a beginning-of-text token that is the one, and their first word is
 trained.
 """
@@ -19,6 +20,7 @@ from typing_extensions import override
 
 from megaspan.data.tokenise import Piece
 from megaspan.data.tokenstore import MASKED, StoreWriter
+from megaspan.human import UserError
 
 _SHOWN_ROWS = 20
 
@@ -113,11 +115,33 @@ class RowCutter(ABC):
                 self._close_row()
             self._rows.append(at + start)
             self._open_trained = end - start - int(np.count_nonzero(mask[start:end]))
+        self._append(ids, mask)
+
+    def _put_row(self, ids: np.ndarray, trained: np.ndarray | None, begins: np.ndarray) -> None:
+        """Writes a whole row of documents.
+
+        Args:
+            ids: uint32 [T].
+            trained: bool [T] or None.
+            begins: int64, where its documents begin, ascending; 0 first.
+        """
+        mask = np.zeros(len(ids), bool) if trained is None else ~trained
+        mask[begins] = True
+        at = self._store.tokens
+        self._segments.frombytes((begins.astype(np.int64) + at).tobytes())
+        if len(self._rows):
+            self._close_row()
+        self._rows.append(at)
+        self._open_trained = self._append(ids, mask)
+
+    def _append(self, ids: np.ndarray, mask: np.ndarray) -> int:
+        """Counts and stores tokens; how many of them are trained."""
         masked = int(np.count_nonzero(mask))
         self.tally.masked += masked
         self.tally.trained += len(ids) - masked
         self.tally.max_id = max(self.tally.max_id, int(ids.max()))
         self._store.append(np.where(mask, ids | MASKED, ids))
+        return len(ids) - masked
 
 
 class Wrapped(RowCutter):
@@ -131,6 +155,14 @@ class Wrapped(RowCutter):
 
     @override
     def add(self, piece: Piece) -> None:
+        if piece.document.lengths is not None:
+            raise UserError(
+                f"{piece.document.place} is a row of documents that was packed elsewhere; joined, they would see each other",
+                got="packing_strategy: wrapped",
+                do="Paste one of these:\n  packing: false            # rows stay as they are, documents see only themselves\n"
+                "  packing_strategy: bfd     # the documents are packed anew\n"
+                "  columns: [input_ids]      # in datasets: joined without masks",
+            )
         room = self.needed()
         taken = len(piece.ids) if room is None else min(room, len(piece.ids))
         starts = np.arange(-self._store.tokens % self._length, taken, self._length, dtype=np.int64)
@@ -164,6 +196,9 @@ class OnePerDocument(RowCutter):
 
     @override
     def add(self, piece: Piece) -> None:
+        if piece.document.lengths is not None:
+            self._packed(piece, piece.document.lengths)
+            return
         if piece.first:
             self._seen = 0
         if self._overlong == "split":
@@ -174,6 +209,31 @@ class OnePerDocument(RowCutter):
             self._drop(piece)
         done = self._max_rows is not None and len(self._rows) == self._max_rows
         self.full = done and (piece.last or (self._overlong == "split" and self._seen % self._length == 0))
+
+    def _packed(self, piece: Piece, lengths: np.ndarray) -> None:
+        """A row of documents that was packed elsewhere: as it is where it fits, else by the rules for overlong documents."""
+        total, self._seen = len(piece.ids), 0
+        if total > self._length and self._overlong == "drop":
+            self.tally.dropped += total
+            self.tally.dropped_documents += len(lengths)
+            return
+        if total > self._length and self._overlong == "truncate":
+            ends = np.cumsum(lengths)
+            self.tally.truncated += total - self._length
+            self.tally.truncated_documents += int((ends > self._length).sum())
+            lengths = np.minimum(lengths, np.maximum(self._length - (ends - lengths), 0))
+            lengths = lengths[lengths > 0]
+        self.tally.split_documents += int((lengths > self._length).sum())
+        start = 0
+        for row in _rows_of(lengths.tolist(), self._length):
+            part = slice(start, start + sum(row))
+            start = part.stop
+            if len(self._rows) == self._max_rows:
+                self.tally.unused += sum(row)
+                continue
+            begins = np.cumsum([0, *row[:-1]])
+            self._put_row(piece.ids[part], None if piece.trained is None else piece.trained[part], begins)
+        self.full = len(self._rows) == self._max_rows
 
     def _split(self, piece: Piece) -> None:
         room = self.needed()
@@ -208,3 +268,20 @@ class OnePerDocument(RowCutter):
 
     def _write(self, piece: Piece, taken: int, starts: np.ndarray) -> None:
         self._put(piece.ids[:taken], None if piece.trained is None else piece.trained[:taken], piece.first, starts)
+
+
+def _rows_of(lengths: list[int], capacity: int) -> list[list[int]]:
+    """Documents in their order, in as few rows as that allows; one longer than a row begins a row and fills what it can."""
+    rows: list[list[int]] = []
+    room = 0
+    for length in lengths:
+        if length > room or not rows:
+            rows.append([])
+            room = capacity
+        while length > room:
+            rows[-1].append(room)
+            rows.append([])
+            length, room = length - room, capacity
+        rows[-1].append(length)
+        room -= length
+    return rows

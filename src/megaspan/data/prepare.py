@@ -52,8 +52,6 @@ def prepare_rows(
     Raises:
         UserError: no data, no text in it, nothing to train, more lost than `max_lost_tokens`, an illegal padding.
     """
-    if config.packing and config.packing_strategy != "wrapped":
-        raise UserError("packing_strategy is not built yet", got=config.packing_strategy, allowed="wrapped")
     multiple = config.pad_to_multiple_of
     if multiple and config.max_length % multiple:
         raise UserError(
@@ -128,11 +126,17 @@ def _key(config: SFTConfig, tokenizer: Any | None, eos: int | None, identities: 
         "eos": eos,
         "sources": identities,
         "max_length": config.max_length,
-        "packing": config.packing_strategy if config.packing else config.overlong,
+        "packing": _packing(config),
         "max_rows": config.max_rows,
         "order": order_seed(config) if config.shuffle_dataset else None,
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+def _packing(config: SFTConfig) -> str:
+    if not config.packing:
+        return config.overlong
+    return config.packing_strategy if config.packing_strategy == "wrapped" else f"{config.packing_strategy} {config.overlong}"
 
 
 def _cache(config: SFTConfig, wanted: str | Path | None, report: Callable[[str], None]) -> Path:

@@ -18,6 +18,7 @@ from megaspan.human import UserError, nearest
 CHAT_COLUMNS = ("messages", "conversations", "conversation", "prompt", "completion", "chosen", "rejected")
 MASK_COLUMNS = ("labels", "completion_mask", "assistant_masks")
 PACKED_COLUMNS = ("position_ids", "seq_lengths")
+"""Of rows that were packed elsewhere: positions that start again with each document, or TRL's lengths of the documents."""
 LARGEST_ID = 2**31 - 1
 
 
@@ -31,6 +32,7 @@ class Document:
         ids: tokens that are already there, uint32 [T].
         trained: bool [T], False where a token of `ids` gives no loss; None trains all.
         source: number of the source it comes from, where there are several.
+        lengths: int64, tokens of each document in `ids` where the record is a row that was packed elsewhere; None for one text.
     """
 
     place: str
@@ -38,6 +40,7 @@ class Document:
     ids: np.ndarray | None = None
     trained: np.ndarray | None = None
     source: int = 0
+    lengths: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -64,14 +67,9 @@ def render_records(columns: Sequence[str], text_field: str, place: str) -> Rende
     if text_field in columns and ("input_ids" not in columns or text_field != "text"):
         return Renderer((text_field,), lambda record, where: _text(record, text_field, where))
     if "input_ids" in columns:
-        packed = [column for column in PACKED_COLUMNS if column in columns]
-        if packed:
-            raise UserError(
-                f"{place} holds rows that were packed elsewhere ({', '.join(packed)}), whose masks cannot be kept yet",
-                do="Give one document a record and let packing join them, or drop the column with columns: [input_ids]",
-            )
+        packed = tuple(column for column in PACKED_COLUMNS if column in columns)
         masks = tuple(column for column in (*MASK_COLUMNS, "attention_mask") if column in columns)
-        return Renderer(("input_ids", *masks), lambda record, where: _ids(record, masks, where))
+        return Renderer(("input_ids", *masks, *packed), lambda record, where: _ids(record, masks, packed, where))
     chat = [column for column in CHAT_COLUMNS if column in columns]
     if chat:
         raise UserError(
@@ -99,7 +97,7 @@ def _text(record: Mapping[str, Any], field: str, place: str) -> Document:
     return Document(place, text=value)
 
 
-def _ids(record: Mapping[str, Any], masks: Sequence[str], place: str) -> Document:
+def _ids(record: Mapping[str, Any], masks: Sequence[str], packed: Sequence[str], place: str) -> Document:
     if record.get("input_ids") is None:
         return Document(place)
     ids = token_ids(record["input_ids"], f"{place}: column 'input_ids'")
@@ -125,7 +123,44 @@ def _ids(record: Mapping[str, Any], masks: Sequence[str], place: str) -> Documen
                 raise UserError(f"{place}: attention_mask hides tokens", do="Remove the padding: rows need none here")
             continue
         trained = mask.astype(bool) if trained is None else trained & mask.astype(bool)
-    return Document(place, ids=ids, trained=trained)
+    return Document(place, ids=ids, trained=trained, lengths=_document_lengths(record, packed, len(ids), place))
+
+
+def _document_lengths(record: Mapping[str, Any], packed: Sequence[str], tokens: int, place: str) -> np.ndarray | None:
+    """Lengths of the documents in a packed row, int64; None where the record says nothing about them, or holds no token."""
+    found: np.ndarray | None = None
+    for column in packed:
+        if record.get(column) is None or not tokens:
+            continue
+        values = _integers(record[column], f"{place}: column {column!r}")
+        if column == "position_ids":
+            lengths = _from_positions(values, tokens, place)
+        elif len(values) and values.min() > 0 and values.sum() == tokens:
+            lengths = values
+        else:
+            raise UserError(
+                f"{place}: seq_lengths are not the lengths of the documents in input_ids",
+                got=f"a sum of {int(values.sum()):,} for {tokens:,} tokens",
+                allowed="lengths of at least 1 that add up to them",
+            )
+        if found is not None and not np.array_equal(found, lengths):
+            raise UserError(f"{place}: position_ids and seq_lengths say different documents", do="Remove one of the columns")
+        found = lengths
+    return found
+
+
+def _from_positions(positions: np.ndarray, tokens: int, place: str) -> np.ndarray:
+    """Lengths of the documents that begin wherever positions start again at 0."""
+    if len(positions) != tokens:
+        raise UserError(f"{place}: position_ids has {len(positions):,} entries", allowed=f"as many as input_ids, {tokens:,}")
+    begins = np.flatnonzero(np.diff(positions, prepend=-2) != 1)
+    strange = begins[positions[begins] != 0]
+    if len(strange):
+        raise UserError(
+            f"{place}: position_ids jump to {int(positions[strange[0]]):,} at token {int(strange[0]):,}",
+            allowed="positions that count up by one, and start again at 0 where a document begins",
+        )
+    return np.diff(np.append(begins, tokens))
 
 
 def token_ids(values: Any, place: str) -> np.ndarray:

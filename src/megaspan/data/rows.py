@@ -7,6 +7,8 @@ store serves every layout.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,8 +42,29 @@ class Row:
     attention_lengths: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if not self.attention_lengths and sum(self.document_lengths):
-            object.__setattr__(self, "attention_lengths", (sum(self.document_lengths),))
+        tokens = sum(self.document_lengths)
+        if not self.attention_lengths and tokens:
+            object.__setattr__(self, "attention_lengths", (tokens,))
+
+
+def join(rows: Sequence[Row]) -> Row:
+    """One packed row of several, which see nothing of each other: `per_device_train_batch_size` rows in one forward.
+
+    No row is padded to another's length. The first token of each has no label, so that none predicts the next one's; what was
+    padded inside is dropped, and the last row's padding stays behind.
+    """
+    if not rows:
+        raise ValueError("there is no row to join")
+    kept = [len(row.input_ids) - (row.padding if number < len(rows) - 1 else 0) for number, row in enumerate(rows)]
+    labels = np.concatenate([row.labels[:length] for row, length in zip(rows, kept, strict=True)])
+    labels[np.cumsum([0, *kept[:-1]])] = IGNORED
+    return Row(
+        np.concatenate([row.input_ids[:length] for row, length in zip(rows, kept, strict=True)]),
+        labels,
+        tuple(itertools.chain.from_iterable(row.document_lengths for row in rows)),
+        rows[-1].padding,
+        tuple(itertools.chain.from_iterable(row.attention_lengths for row in rows)),
+    )
 
 
 class Rows:
@@ -68,6 +91,7 @@ class Rows:
         self.reused = reused
         self.fingerprint: str = store.facts["fingerprint"]
         self.max_id: int = store.facts["max_id"]
+        self._separate: bool = store.facts.get("separate", False)
         self.lengths = np.diff(store.rows)
         padding = int((-self.lengths % self._multiple).sum())
         self.ledger = replace(TokenLedger.from_dict(store.facts["ledger"]), padding=padding)
@@ -84,8 +108,8 @@ class Rows:
         if padding:
             ids = np.pad(ids, (0, padding), constant_values=self._pad_id)
             labels = np.pad(labels, (0, padding), constant_values=IGNORED)
-        lengths = np.diff(np.append(starts, len(row)))
-        return Row(ids, labels, tuple(int(length) for length in lengths), padding)
+        lengths = tuple(np.diff(np.append(starts, len(row))).tolist())
+        return Row(ids, labels, lengths, padding, lengths if self._separate else (len(row),))
 
     def unigram_entropy(self, index: int) -> float:
         """Entropy of the row's token frequencies in nats: the loss of a model that knows only how common each token is.

@@ -69,7 +69,8 @@ def show_row(row: Row, tokenizer: Any | None, title: str = "row") -> str:
     total = len(row.input_ids)
     lines = [
         f"{title}: {format_tokens(total)} tokens, {format_tokens(int(trained.sum()))} trained, "
-        f"{len(row.document_lengths)} document{'' if len(row.document_lengths) == 1 else 's'}; ⟦…⟧ is not trained",
+        f"{len(row.document_lengths)} document{'' if len(row.document_lengths) == 1 else 's'}"
+        f"{', each sees only itself' if len(row.attention_lengths) > 1 else ''}; ⟦…⟧ is not trained",
     ]
     starts = {0, *borders, *({total - row.padding} if row.padding else ())}
     last = 0

@@ -147,7 +147,7 @@ class Listed(Source):
         """A hash of the content: a list has no name to be known by."""
         digest = hashlib.sha256()
         for document in self.documents():
-            for part in (document.text, document.ids, document.trained):
+            for part in (document.text, document.ids, document.trained, document.lengths):
                 data = (
                     b"" if part is None else part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part.tobytes()
                 )
