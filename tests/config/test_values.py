@@ -29,7 +29,8 @@ WRONG = [
     ("save_strategy", True), ("packing", 2), ("packing", "maybe"), ("run_name", ["a"]), ("run_name", " "),
     ("dtype", "float16"), ("dtype", "auto"), ("max_rows", 0), ("num_train_epochs", 0), ("lora_dropout", 1.0),
     ("adam_beta1", 1.0), ("save_steps", 0.5), ("model_init_kwargs", "yarn"), ("max_lost_tokens", -0.1),
-    ("max_lost_tokens", "some"), ("use_peft", None), ("overlong", "cut"), ("packing_strategy", "bfd_split"), ("save_minutes", 0),
+    ("max_lost_tokens", "some"), ("use_peft", None), ("overlong", "cut"), ("packing_strategy", "bfd_split"),
+    ("save_minutes", 0),
     ("cp_size", 0), ("cp_size", -2), ("lr_scheduler_kwargs", [1]),
 ]  # fmt: skip
 
