@@ -14,7 +14,7 @@ import torch
 from megaspan.attention import choose_kernel
 from megaspan.attention.choose import KERNELS, choose_for
 from megaspan.attention.kernel import Case, Kernel
-from megaspan.attention.proof import choose_proven, prove
+from megaspan.attention.proof import SegmentProof, choose_proven, prove
 from megaspan.attention.tiled import TiledMath
 
 H200 = Case("cuda", (9, 0), torch.bfloat16, 128, 4096, 4096)
@@ -190,6 +190,40 @@ def test_the_proof_finds_what_is_wrong_with_variable_lengths_only(what, changes)
     assert prove(Wrong(), case, cpu) > 2e-2
     assert Wrong.shares == {case.share or 2}
     assert choose_proven(case, False, cpu, (Wrong(), TiledMath()))[0].name == "tiled matrix products"
+
+
+def test_a_kernel_that_is_wrong_on_segments_still_runs_rows_alone():
+    """Where no packed rows are expected kernels are tried when the first one comes, once for all layers of a kind."""
+    tries = []
+
+    class Wrong(Kernel):
+        name, max_elements = "wrong", 7
+
+        def refusal(self, case):
+            return None
+
+        def forward(self, q, k, v, scoring, segments=None):
+            tries.append((segments is not None, q.shape[1] // k.shape[1]))
+            out, lse = TiledMath().forward(q, k, v, scoring, segments)
+            return out * (1 if segments is None else 2), lse
+
+        def backward(self, *args):
+            return TiledMath().backward(*args)
+
+    case, wrong, last = Case("cpu", (0, 0), torch.float32, 16, 4096, 4096), Wrong(), TiledMath()
+    proof = SegmentProof(case, False, torch.device("cpu"), (wrong, last))
+    with torch.autocast("cpu", torch.bfloat16):  # of the model's forward; the proof is not in it
+        kernels = proof.applied_to((wrong, last), 4)
+    assert kernels[1] is last
+    assert choose_for(case, kernels=kernels).kernel.limit(None) == 7
+    assert choose_for(case, kernels=kernels).name == "wrong"
+    assert choose_for(replace(case, segments=2), kernels=kernels).name == "tiled matrix products"
+    assert "computed wrong values" in (choose_for(replace(case, segments=2), kernels=kernels).loud or "")
+    assert set(tries) == {(True, 4)}
+    found = len(tries)
+    stand_in = TiledMath()  # what a rehearsal puts there stays
+    assert proof.applied_to((stand_in, wrong), 4) == (stand_in, kernels[0])
+    assert len(tries) == found
 
 
 def test_every_kernel_has_a_name_and_the_last_takes_all():

@@ -11,7 +11,12 @@ from transformers import AutoModelForCausalLM
 
 from megaspan.attention import install
 from megaspan.attention import seam as seam_module
+from megaspan.attention.context import RowContext, RowRanks
+from megaspan.attention.layout import lay_out
+from megaspan.attention.mask import Mask
+from megaspan.attention.seam import work_of
 from megaspan.attention.tiled import TiledMath
+from megaspan.attention.work import Work
 from megaspan.human import UserError
 from tests.models import FAMILIES, assert_same_gradients, batch, gradients, tiny, tiny_config
 
@@ -130,6 +135,55 @@ def test_the_choice_is_reported_for_every_kind_of_layer():
     assert [other.name for other in choice.also] == ["tiled matrix products"]
     assert "window 8" in choice.also[0].reason
     assert "sinks" in install(tiny("gpt_oss")).reason
+
+
+def test_kernels_are_tried_on_segments_when_a_packed_row_comes():
+    model = tiny("qwen3")
+    install(model)
+    asked = []
+
+    class Proof:
+        def applied_to(self, kernels, share):
+            asked.append((kernels, share))
+            return (TiledMath(),)
+
+    layers = [layer.self_attn for layer in model.model.layers]
+    before = layers[0].megaspan_kernels
+    for layer in layers:
+        layer.megaspan_segments = Proof()
+    model(batch(9)["input_ids"])
+    assert asked == []
+    row = RowContext(lay_out([4, 5], 1), RowRanks(), "cpu")
+    for _ in range(2):
+        model.model(batch(9)["input_ids"], megaspan_row=row)
+    assert asked == [(before, 2)] * 2
+    assert all([kernel.name for kernel in layer.megaspan_kernels] == ["tiled matrix products"] for layer in layers)
+
+
+def test_the_kernels_of_expected_packed_rows_are_reported():
+    choice = install(tiny("gemma3", max_position_embeddings=4096), packed=True)
+    assert [("window 8" in each.reason, "variable lengths" in each.reason) for each in (choice, *choice.also)] == [
+        (False, False),
+        (True, False),
+        (False, True),
+        (True, True),
+    ]
+
+
+def test_a_rows_context_takes_one_row_at_a_time():
+    model = tiny("qwen3")
+    install(model)
+    row = RowContext(lay_out([4, 5], 1), RowRanks(), "cpu")
+    with pytest.raises(ValueError, match="batch of 2"):
+        model.model(batch(9, rows=2)["input_ids"], megaspan_row=row)
+
+
+def test_the_work_of_a_model_is_counted_by_its_layers():
+    """Windows that a family keeps in its configuration too; a token's linear layers in pairs of a query and a key."""
+    assert work_of(tiny("gemma3", layers=3)).layers == {Mask(window=8): 2, Mask(): 1}
+    assert work_of(tiny("mistral")).layers == {Mask(window=8): 2}
+    # q and o: 64 x 64 each, k and v: 32 x 64 each, an MLP of 3 x 96 x 64; a pair costs 2 x 64 of them
+    assert work_of(tiny("llama")) == Work({Mask(): 2}, (2 * 64 * 64 + 2 * 32 * 64 + 3 * 96 * 64) // 128)
 
 
 def test_no_tensor_as_large_as_a_mask():
