@@ -41,7 +41,8 @@ def launched(rank: int, world: int) -> None:
 def options_of(sizes: dict[str, int], ranks: int, **changes: Any) -> dict[str, Any]:
     """Options with as many rows a step in every layout."""
     data = ranks // (sizes.get("cp_size", 1) * sizes.get("sp_size", 1))
-    return OPTIONS | {"gradient_accumulation_steps": ROWS_A_STEP // data} | sizes | changes
+    together = changes.get("per_device_train_batch_size", 1)
+    return OPTIONS | {"gradient_accumulation_steps": ROWS_A_STEP // data // together} | sizes | changes
 
 
 def train(rank: int, world: int, folder: Any, out: Path, sizes: dict[str, int], changes: dict[str, Any]) -> None:
@@ -143,6 +144,7 @@ LORA: dict[str, Any] = {"use_peft": True, "lora_r": 4, "lora_dropout": 0.2, "lor
 MASKED = [{"input_ids": each["input_ids"], "labels": [-100] * len(each["input_ids"])} for each in DATA[:6]]
 MASKED += [{"input_ids": DATA[6]["input_ids"], "labels": DATA[6]["input_ids"]}]
 SEQUENTIAL: dict[str, Any] = {"data": MASKED, "train_sampling_strategy": "sequential", "eos_token": None, "num_train_epochs": 1}
+TOGETHER: dict[str, Any] = {"per_device_train_batch_size": 2}
 SHARD, CP, SP = {"dp_shard_size": 2}, {"cp_size": 2}, {"sp_size": 2}
 
 
@@ -150,7 +152,7 @@ def test_two_ranks(tmp_path, model_folder):
     """All in one group of two: starting one takes seconds."""
     runs: list[tuple[str, dict[str, int], dict[str, Any]]] = [
         ("whole", SHARD, {}), ("whole", CP, {"as_object": True}), ("whole", SP, {}), ("lora", SHARD, LORA), ("lora", CP, LORA),
-        ("masked", SHARD, SEQUENTIAL), ("masked", SP, SEQUENTIAL),
+        ("masked", SHARD, SEQUENTIAL), ("masked", SP, SEQUENTIAL), ("together", SHARD, TOGETHER), ("together", CP, TOGETHER),
     ]  # fmt: skip
     cases = [(train, (model_folder, tmp_path / f"{name}_{next(iter(sizes))}", sizes, changes)) for name, sizes, changes in runs]
     stopped = (interrupted, (model_folder, tmp_path / "stopped", CP))
@@ -159,6 +161,7 @@ def test_two_ranks(tmp_path, model_folder):
         name: one(model_folder, tmp_path / name, **changes)
         for name, changes in (("whole", {}), ("lora", LORA), ("masked", SEQUENTIAL))
     }
+    wanted["together"] = wanted["whole"]
     for name, sizes, _ in runs:
         assert_same_run(tmp_path / f"{name}_{next(iter(sizes))}", wanted[name])
     assert_same_bits(saved(tmp_path / "stopped"), saved(tmp_path / "whole_cp_size"))
@@ -171,6 +174,7 @@ def test_two_ranks(tmp_path, model_folder):
     assert (tmp_path / "lora_cp_size" / "model" / "adapter_config.json").exists()
 
 
+@pytest.mark.full
 def test_four_ranks(tmp_path, model_folder):
     layouts = [{"cp_size": 2, "sp_size": 2}, {"dp_replicate_size": 2, "cp_size": 2}]
     run_ranks(4, [(train, (model_folder, tmp_path / "_".join(sizes), sizes, {})) for sizes in layouts])

@@ -211,9 +211,17 @@ def levers(model: torch.nn.Module) -> Levers | None:
 def _plan(model: PreTrainedModel, args: SFTConfig) -> Plan:
     """The plan for this model on this machine."""
     from megaspan import world
+    from megaspan.config.parallel import OPTIONS
+    from megaspan.model.shard import shards
     from megaspan.plan import choose
     from megaspan.plan.facts import ModelFacts
 
+    split = [f"{option} {size}" for option in OPTIONS if (size := getattr(args, option) or 1) > 1]
+    if split and shards(model) is None:
+        raise UserError(
+            f"{' × '.join(split)} asks for several devices, and this model is whole on one",
+            do="Use megaspan's SFTTrainer, which splits model and rows, or remove it",
+        )
     return choose(args, ModelFacts.from_config(model.config.to_dict()), world.machine())
 
 

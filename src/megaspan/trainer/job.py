@@ -100,7 +100,7 @@ class Job:
     @property
     def layer_patience(self) -> float:
         """Seconds within which a layer of the longest row has surely begun and ended."""
-        flops = model_flops(self.facts, int(self.rows.lengths.max()), frozen=self.frozen)
+        flops = model_flops(self.facts, self.plan.tokens, frozen=self.frozen)
         return flops / self.facts.layers / self.ranks.mesh.size("row") / _SLOWEST.get(self.device.type, 5e13)
 
     def synchronize(self) -> None:
@@ -257,8 +257,10 @@ class Job:
     def _spread(self, longest: int) -> str:
         if self.ranks.mesh.ranks == 1:
             return "all on this device"
-        shared = self.ranks.mesh.size("row")
-        return f"{format_tokens(-(-longest // shared))} on each of its {shared} ranks" if shared > 1 else "each on one rank"
+        shared, together = self.ranks.mesh.size("row"), self.share.together
+        packed = f"; {together} at a time, as one packed row" if together > 1 else ""
+        place = f"{format_tokens(-(-longest // shared))} on each of its {shared} ranks" if shared > 1 else "each on one rank"
+        return place + packed
 
     def _of_each_rank(self) -> str:
         return f"model_tflops is of each of {self.ranks.mesh.ranks} ranks" if self.ranks.mesh.ranks > 1 else ""

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
@@ -22,7 +23,7 @@ from transformers.trainer_utils import enable_full_determinism
 
 from megaspan import world
 from megaspan.config import SFTConfig
-from megaspan.data import Rows, prepare_rows
+from megaspan.data import Rows, join, prepare_rows
 from megaspan.human import UserError
 from megaspan.layers.checkpoint import checkpointed_layers
 from megaspan.model import (
@@ -94,7 +95,9 @@ def set_up(
             if found is not None:
                 check_token_ids(found.max_id, loaded.facts.vocab)
     with _timed(seconds, "levers"):
-        longest = int(rows.lengths.max())
+        # A single rank runs the rows of a micro-batch one after the other.
+        together = min(args.per_device_train_batch_size, len(rows)) if axes is not None else 1
+        longest = int(np.sort(rows.lengths)[-together:].sum())
         plan = choose(args, loaded.facts, machine, longest=longest, sizes=sizes)
         world.same_everywhere("the plan", _digest(plan))
         prepare(loaded.model, args, plan)
@@ -103,7 +106,7 @@ def set_up(
     if placed.disk is not None and placed.disk.speed is not None:
         seconds["disk speed"] = placed.disk.seconds
         seconds["levers"] -= placed.disk.seconds
-    share = Share.of(loaded.model, device, ranks.mesh, axes)
+    share = Share.of(loaded.model, device, ranks.mesh, axes, together)
     with _timed(seconds, "pin"):
         placed.reserve(loaded.model, _most_slots(share, rows))
     return Job(args, loaded, rows, eval_rows, plan, ranks, share, seconds)
@@ -186,8 +189,10 @@ def _sample(model: torch.nn.Module) -> str:
 
 def _most_slots(share: Share, rows: Rows) -> int:
     """The most tokens that this rank holds of one of the longest rows, or of all rows where there are few."""
-    longest = sorted(range(len(rows)), key=lambda number: -int(rows.lengths[number]))[:_LOOKED_AT]
-    return share.slots(rows[number] for number in longest)
+    longest = sorted(range(len(rows)), key=lambda number: -int(rows.lengths[number]))
+    if share.together > 1:
+        return share.slots([join([rows[number] for number in longest[: share.together]])])
+    return share.slots(rows[number] for number in longest[:_LOOKED_AT])
 
 
 def _digest(plan: Plan) -> str:

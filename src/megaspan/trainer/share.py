@@ -4,7 +4,7 @@ Ranks that share a row run it together, each with its own tokens; the others hav
 meet where weights are gathered, so they run the same number of rows, and a round of rows lasts as long as its longest: rows of
 a window are dealt by length. A window of 1,000,000, 900,000, 20,000 and 10,000 tokens on two ranks takes as long as
 1,020,000 tokens then, and 1,900,000 where luck is against it. A rank that has no row left in the last round runs one untrained
-token.
+token. The rows of a micro-batch (`per_device_train_batch_size`) run as one packed row.
 
 Everything here follows from the rows alone and is the same on every rank, without a word between them.
 """
@@ -38,15 +38,17 @@ class Share:
         mesh: its place among the ranks.
         row_ranks: those that it shares a row with.
         work: what the layers of the model cost, to balance a row by.
+        together: rows that run in one forward, packed.
     """
 
     device: torch.device
     mesh: Mesh = field(default_factory=Mesh)
     row_ranks: RowRanks = field(default_factory=RowRanks)
     work: Work = field(default_factory=Work)
+    together: int = 1
 
     @classmethod
-    def of(cls, model: torch.nn.Module, device: torch.device, mesh: Mesh, axes: DeviceAxes | None) -> Share:
+    def of(cls, model: torch.nn.Module, device: torch.device, mesh: Mesh, axes: DeviceAxes | None, together: int = 1) -> Share:
         """The part of this rank.
 
         Args:
@@ -54,10 +56,11 @@ class Share:
             device: of this rank.
             mesh: its place.
             axes: the process groups; None for one rank.
+            together: rows that run in one forward.
         """
         cp = axes.group("cp") if axes is not None and mesh.cp > 1 else None
         sp = axes.group("sp") if axes is not None and mesh.sp > 1 else None
-        return cls(device, mesh, RowRanks(cp, sp), work_of(model))
+        return cls(device, mesh, RowRanks(cp, sp), work_of(model), together)
 
     @property
     def shares_rows(self) -> bool:
@@ -71,19 +74,27 @@ class Share:
 
     def rounds(self, rows: int) -> int:
         """Forwards that each rank runs over so many rows."""
-        return -(-rows // self.mesh.size("data"))
+        return -(-rows // (self.mesh.size("data") * self.together))
 
-    def deal(self, lengths: Sequence[int] | np.ndarray) -> list[int | None]:
-        """The places of this rank's rows among rows of these lengths, in the order to run them; None for one token instead.
+    def deal(self, lengths: Sequence[int] | np.ndarray, together: int = 1) -> list[tuple[int, ...]]:
+        """The places of this rank's rows among rows of these lengths, those of each forward; none for one token instead.
 
         With no other rank that has rows of its own they are all rows, in their order.
+
+        Args:
+            lengths: tokens of each row.
+            together: rows of a forward.
         """
-        ranks = self.mesh.size("data")
-        if ranks == 1:
-            return list(range(len(lengths)))
-        order = sorted(range(len(lengths)), key=lambda place: (-int(lengths[place]), place))
-        mine = order[self.mesh.coordinate("data") :: ranks]
-        return [*mine, *[None] * (self.rounds(len(lengths)) - len(mine))]
+        ranks, rank = self.mesh.size("data"), self.mesh.coordinate("data")
+        order = list(range(len(lengths)))
+        if ranks > 1:
+            order.sort(key=lambda place: (-int(lengths[place]), place))
+        mine = []
+        for start in range(0, len(order), ranks * together):
+            # Every other turn goes backwards: who has the longest row of one has the shortest of the next.
+            turns = [order[start + turn * ranks :][:ranks][:: (-1) ** turn] for turn in range(together)]
+            mine.append(tuple(turn[rank] for turn in turns if rank < len(turn)))
+        return mine
 
     @staticmethod
     def stretches(row: Row) -> tuple[int, ...]:

@@ -3,8 +3,8 @@
 The loss of a step is one number over all its rows: the sum over trained tokens divided by their count, whatever the rows'
 lengths and however they are cut into micro-batches (the mean of per-row means weighs short rows too much: cases R09, R10). So
 the tokens of the whole window are counted first, on every rank those of all of them, and every row's gradient is scaled by that
-one count. Rows go through the model one at a time: at these lengths a single row fills the device, no row is ever padded to
-another's length, and a window may hold rows of any size.
+one count. Rows go through the model one at a time, on several ranks a micro-batch as one packed row: at these lengths a single
+row fills the device, no row is ever padded to another's length, and a window may hold rows of any size.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from megaspan import world
-from megaspan.data import Row, Rows
+from megaspan.data import Row, Rows, join
 from megaspan.layers.dropout import row_seed
 from megaspan.trainer.share import Share, trained_tokens, untrained
 
@@ -98,15 +98,17 @@ class Accumulator:
                 token, whose gradients are nothing to update by.
         """
         total = sum(trained_tokens(row) for row in rows)
-        mine = self.share.deal([len(row.input_ids) for row in rows])
-        for number, place in enumerate(mine):
+        mine = self.share.deal([len(row.input_ids) for row in rows], self.share.together)
+        for number, places in enumerate(mine):
             if total and number == len(mine) - 1:
                 last_row()
             # The number of a forward is its row's, so dropout is the same on any ranks.
-            if place is None:
+            if not places:
                 loss = self._forward(untrained(rows[0]), total, row_seed(self.seed, step, len(rows)), counts=False)
             else:
-                loss = self._forward(rows[place], total, row_seed(self.seed, step, place))
+                chosen = [rows[place] for place in places]
+                row = chosen[0] if len(chosen) == 1 else join(chosen)
+                loss = self._forward(row, total, row_seed(self.seed, step, places[0]))
             if loss.requires_grad:
                 loss.backward()
             elif self.share.mesh.ranks > 1:
@@ -115,9 +117,9 @@ class Accumulator:
     @torch.no_grad()
     def evaluate(self, rows: Rows) -> None:
         """Forward of rows."""
-        for place in self.share.deal(rows.lengths):
-            row = untrained(rows[0]) if place is None else rows[place]
-            self._forward(row, trained_tokens(row), None, counts=place is not None)
+        for places in self.share.deal(rows.lengths):
+            row = rows[places[0]] if places else untrained(rows[0])
+            self._forward(row, trained_tokens(row), None, counts=bool(places))
 
     def _forward(self, row: Row, total: int, seed: int | None, *, counts: bool = True) -> torch.Tensor:
         more = {} if seed is None else {"megaspan_seed": seed}
