@@ -7,9 +7,12 @@ their own. The reference is an unprepared model in one process.
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Sequence
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -18,10 +21,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megaspan.attention.context import RowContext, RowRanks
+from megaspan.attention.groupway import Going
 from megaspan.attention.layout import lay_out
 from megaspan.attention.seam import work_of
 from megaspan.config import parallel
-from megaspan.model import levers, prepare
+from megaspan.layers.attending import Attending
+from megaspan.model import levers, prepare, wrap_lora
 from megaspan.model.shard import shard
 from megaspan.plan.keep import KeepPolicy, LayerKeep
 from megaspan.world.axes import DeviceAxes, Mesh, device_axes
@@ -31,6 +36,7 @@ from tests.models import VOCAB, assert_same_gradients, gradients, tiny
 
 DEVICE, HOST = LayerKeep("device", "device"), LayerKeep("host", "host")
 KEEPS = {
+    "one": KeepPolicy((DEVICE,)),
     "device": KeepPolicy((DEVICE,) * 3),
     "host": KeepPolicy((HOST, HOST, DEVICE)),
     "attention again": KeepPolicy((LayerKeep("host", None),) * 3),
@@ -51,7 +57,7 @@ def by_hand(keep: str | None, *, tile: int = 5, heads: int | None = 1, back: boo
         layer_tile_tokens=tile,
         kv_heads_per_call=heads,
         keep_outputs=3,
-        model=SimpleNamespace(layers=3),
+        model=SimpleNamespace(layers=1 if keep == "one" else 3),
         keep=None if keep is None else KEEPS[keep],
         stream_back=back,
     )
@@ -106,14 +112,14 @@ def same_as_plain(
     plan: dict[str, Any],
     rows: Sequence[Sequence[int]],
     sharded: bool = True,
-    **overrides: Any,
+    overrides: dict[str, Any] | None = None,
 ) -> None:
-    """One step of one row a data rank, then another with the rows exchanged."""
+    """Every row once, one a data rank at a time."""
     parallel.PROVEN = True
     mesh = Mesh(dp_shard=sizes[0], cp=sizes[1], sp=sizes[2], rank=rank)
     axes = device_axes(mesh, "cpu")
     dtype = torch.float32 if family == "gpt_oss" else torch.float64  # torch multiplies groups of experts in no wider type
-    plain: Any = tiny(family, layers=3, dtype=dtype, **overrides)
+    plain: Any = tiny(family, layers=3, dtype=dtype, **(overrides or {}))
     model: Any = copy.deepcopy(plain)
     work = work_of(model)
     if sharded:
@@ -123,8 +129,9 @@ def same_as_plain(
     assert placed is not None
     if plan["keep"] is not None:
         assert placed.checkpointing.reasons == [None] * 3
-    for step in range(2):
-        here = [(rows[(number + step) % len(rows)], 10 * step + number) for number in range(sizes[0])]
+    steps = len(rows) // sizes[0]
+    for step in range(steps):
+        here = [(rows[step * sizes[0] + number], 10 * step + number) for number in range(sizes[0])]
         items = sum(int((row_of(*each)[1] >= 0).sum()) for each in here)
         lengths, seed = here[mesh.coordinate("data")]
         layout = lay_out(lengths, mesh.cp, sp_size=mesh.sp, work=work)
@@ -147,46 +154,98 @@ def same_as_plain(
         stats = placed.checkpointing.stats()
         again = sum(layer.output is None for layer in KEEPS[plan["keep"]].layers)
         assert (stats.streamed, stats.passed_on) == (3, 0)
-        assert (stats.attention_forwards, stats.attention_backwards) == (2 * (3 + again), 2 * 3)
+        assert (stats.attention_forwards, stats.attention_backwards) == (steps * (3 + again), steps * 3)
 
 
 GROUPS = {"num_attention_heads": 8, "num_key_value_heads": 4}
-TWO: list[tuple[Any, ...]] = [
-    ((1, 2, 1), "llama", {"keep": "host"}, [ROWS[0], ROWS[1]]),
-    ((1, 2, 1), "gpt_oss", {"keep": "segments", "back": True}, [ROWS[3], ROWS[2]]),
-    ((1, 2, 1), "gemma3", {"keep": "attention again"}, [ROWS[0], ROWS[3]]),
-    ((1, 2, 1), "qwen3", {"keep": None}, [ROWS[1], ROWS[0]]),
-    ((1, 1, 2), "qwen3", {"keep": "host", "back": True}, [ROWS[0], ROWS[1]]),
-    ((1, 1, 2), "gpt_oss", {"keep": "device"}, [ROWS[3], ROWS[2]]),
-    ((1, 1, 2), "gemma3", {"keep": None}, [ROWS[0], ROWS[3]]),
-    ((1, 1, 2), "llama", {"keep": "segments"}, [ROWS[3], ROWS[2]], False),
-]
-
-
-FOUR: list[tuple[Any, ...]] = [
+CASES: list[tuple[Any, ...]] = [
+    ((2, 2, 1), "llama", {"keep": "host"}, [ROWS[0], ROWS[1]]),
+    ((2, 2, 1), "gpt_oss", {"keep": "segments", "back": True}, [ROWS[3], ROWS[2]]),
+    ((2, 2, 1), "gemma3", {"keep": "attention again"}, [ROWS[0], ROWS[3]]),
+    ((2, 2, 1), "qwen3", {"keep": None}, [ROWS[1], ROWS[0]]),
+    ((2, 1, 2), "qwen3", {"keep": "host", "back": True}, [ROWS[0], ROWS[1]]),
+    ((2, 1, 2), "gpt_oss", {"keep": "device"}, [ROWS[3], ROWS[2]]),
+    ((2, 1, 2), "gemma3", {"keep": None}, [ROWS[0], ROWS[3]]),
+    ((2, 1, 2), "llama", {"keep": "segments"}, [ROWS[3], ROWS[2]], False, GROUPS),
     ((1, 2, 2), "llama", {"keep": "host", "back": True}, [ROWS[1], ROWS[2]], True, GROUPS),
     ((1, 2, 2), "gpt_oss", {"keep": "segments"}, [ROWS[0], ROWS[3]], True, GROUPS),
     ((1, 2, 2), "gemma3", {"keep": None}, [ROWS[1], ROWS[2]]),
     ((1, 4, 1), "gemma3", {"keep": "device", "heads": None, "tile": 64}, [ROWS[2], ROWS[3]]),
     ((1, 4, 1), "gpt_oss", {"keep": None}, [ROWS[2], ROWS[0]]),
     ((1, 1, 4), "qwen3", {"keep": "host"}, [ROWS[3], ROWS[2]]),  # more ranks than KV heads
-    ((2, 2, 1), "qwen3", {"keep": "host", "back": True}, [ROWS[0], ROWS[1]]),
-    ((2, 1, 2), "llama", {"keep": "host"}, [ROWS[2], ROWS[3]], False, GROUPS),
 ]
 
 
-def each(rank: int, world: int, cases: list[tuple[Any, ...]]) -> None:
-    for sizes, family, plan, rows, *more in cases:
-        try:
-            same_as_plain(rank, world, sizes, family, plan, rows, *more[:1], **(more[1] if len(more) > 1 else {}))
-        except BaseException as error:
-            raise AssertionError(f"(data, cp, sp) {sizes}: {family}, {plan}, rows {rows}") from error
+def begun_one_ahead(rank: int, world: int) -> None:
+    """The exchange of the next head group is begun before a group is attended, gradients land after the next group's backward.
+
+    A row that exchanges nothing has one group at a time.
+    """
+    calls: list[str] = []
+    alive: weakref.WeakSet[Attending] = weakref.WeakSet()
+    most = 0
+
+    def spy(name: str, real: Any) -> Any:
+        def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+            nonlocal most
+            calls.append(name)
+            if name == "begin":
+                alive.add(self)
+                most = max(most, len(alive))
+            return real(self, *args, **kwargs)
+
+        return called
+
+    axes = device_axes(Mesh(dp_shard=2, cp=2, rank=rank), "cpu")
+    model = prepare(tiny("qwen3", layers=1, **GROUPS), settings(), by_hand("one"))
+    targets = [("begin", Attending, "__init__"), ("attend", Attending, "forward"), ("back", Attending, "backward")]
+    # Four groups of one KV head; a row that is cut, and one of which each rank has a whole document.
+    ahead = ["begin", "begin", "attend", "begin", "attend", "begin", "attend", "attend"]
+    back = ["begin", "begin", "back", "begin", "back", "land", "begin", "back", "land", "back", "land", "land"]
+    alone = ["begin", "attend"] * 4 + ["begin", "back"] + ["begin", "back", "land"] * 3 + ["land"]
+    with ExitStack() as patches:
+        for name, owner, method in [*targets, ("land", Going, "land")]:
+            patches.enter_context(patch.object(owner, method, spy(name, getattr(owner, method))))
+        for lengths, wanted, groups in (((29,), ahead + back, 2), ((16, 16), alone, 1)):
+            row = RowContext(lay_out(lengths, 2), RowRanks(axes.group("cp")), "cpu")
+            calls.clear()
+            most = 0
+            model(**inputs_of(model, row, lengths, 0), num_items_in_batch=10).loss.backward()
+            assert calls == wanted, (lengths, calls)
+            assert most == groups, (lengths, most)
 
 
-def test_two_ranks_find_what_one_plain_process_finds() -> None:
-    run_ranks(2, [(each, (TWO,))])
+def dropout_is_that_of_one_rank(rank: int, world: int, sizes: tuple[int, int, int], keep: str | None) -> None:
+    """Adapters with dropout: masks go by the token's number in the row, whichever rank it is on."""
+    mesh = Mesh(dp_shard=sizes[0], cp=sizes[1], sp=sizes[2], rank=rank)
+    axes = device_axes(mesh, "cpu")
+    args = settings(use_peft=True, lora_r=4, lora_target_modules="all-linear", lora_dropout=0.4)
+    torch.manual_seed(0)
+    one: Any = wrap_lora(tiny("llama", layers=3, dtype=torch.float64), args)
+    for name, parameter in one.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    many: Any = copy.deepcopy(one)
+    shard(many, axes.fsdp, masters=False, compute=torch.float64)
+    for model in (one, many):
+        prepare(model, args, by_hand(keep))
+    lengths, losses = ROWS[1], []
+    for model, layout, ranks in (
+        (one, lay_out(lengths, 1), RowRanks()),
+        (many, lay_out(lengths, mesh.cp, sp_size=mesh.sp), ranks_of(axes, mesh)),
+    ):
+        row = RowContext(layout, ranks, "cpu")
+        loss = model(**inputs_of(model, row, lengths, 0), num_items_in_batch=10, megaspan_seed=77).loss
+        loss.backward()
+        losses.append(loss.detach())
+    dist.all_reduce(losses[1], group=axes.group("row"))
+    assert float(losses[1]) == pytest.approx(float(losses[0]), rel=1e-9)
+    trained = {name: parameter for name, parameter in many.named_parameters() if parameter.requires_grad}
+    got = {name: parameter.grad.full_tensor() / mesh.dp_shard for name, parameter in trained.items()}  # of as many equal rows
+    assert_same_gradients(got, gradients(one), 1e-8)
 
 
-def test_four_ranks_find_what_one_plain_process_finds() -> None:
+def test_ranks_find_what_one_plain_process_finds() -> None:
     """Also where most of a row's slots are padding: three tokens on four ranks."""
-    run_ranks(4, [(each, (FOUR,))])
+    dropout = [(dropout_is_that_of_one_rank, (sizes, keep)) for sizes, keep in (((2, 2, 1), "host"), ((2, 1, 2), None))]
+    run_ranks(4, [*((same_as_plain, case) for case in CASES), *dropout, (begun_one_ahead, ())])
