@@ -144,6 +144,7 @@ LORA: dict[str, Any] = {"use_peft": True, "lora_r": 4, "lora_dropout": 0.2, "lor
 MASKED = [{"input_ids": each["input_ids"], "labels": [-100] * len(each["input_ids"])} for each in DATA[:6]]
 MASKED += [{"input_ids": DATA[6]["input_ids"], "labels": DATA[6]["input_ids"]}]
 SEQUENTIAL: dict[str, Any] = {"data": MASKED, "train_sampling_strategy": "sequential", "eos_token": None, "num_train_epochs": 1}
+PACKED: dict[str, Any] = {"packing": True, "packing_strategy": "bfd", "data": documents([40, 11, 23, 1, 37, 7, 19, 3, 5, 2])}
 TOGETHER: dict[str, Any] = {"per_device_train_batch_size": 2}
 SHARD, CP, SP = {"dp_shard_size": 2}, {"cp_size": 2}, {"sp_size": 2}
 
@@ -153,13 +154,14 @@ def test_two_ranks(tmp_path, model_folder):
     runs: list[tuple[str, dict[str, int], dict[str, Any]]] = [
         ("whole", SHARD, {}), ("whole", CP, {"as_object": True}), ("whole", SP, {}), ("lora", SHARD, LORA), ("lora", CP, LORA),
         ("masked", SHARD, SEQUENTIAL), ("masked", SP, SEQUENTIAL), ("together", SHARD, TOGETHER), ("together", CP, TOGETHER),
+        ("packed", CP, PACKED), ("packed", SP, PACKED),
     ]  # fmt: skip
     cases = [(train, (model_folder, tmp_path / f"{name}_{next(iter(sizes))}", sizes, changes)) for name, sizes, changes in runs]
     stopped = (interrupted, (model_folder, tmp_path / "stopped", CP))
     run_ranks(2, [*cases, stopped])
     wanted = {
         name: one(model_folder, tmp_path / name, **changes)
-        for name, changes in (("whole", {}), ("lora", LORA), ("masked", SEQUENTIAL))
+        for name, changes in (("whole", {}), ("lora", LORA), ("masked", SEQUENTIAL), ("packed", PACKED))
     }
     wanted["together"] = wanted["whole"]
     for name, sizes, _ in runs:
