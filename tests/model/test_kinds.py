@@ -116,3 +116,19 @@ def test_a_model_that_drops_what_it_is_given_is_found() -> None:
     prepare(model, settings(), plan(streamed=False))
     with pytest.raises(UserError, match="1 of 2 layers pass it on"):
         refuse_shared_rows(model)
+
+
+def test_dropout_over_ranks_needs_checkpointed_layers() -> None:
+    """Elsewhere each rank would draw from a generator of its own."""
+    for checkpoint, sizes in ((True, {"cp_size": 2}), (False, {}), (False, {"cp_size": 2})):
+        model: Any = tiny("llama")
+        model.model.layers[1].mlp.dropout = torch.nn.Dropout(0.1)
+        args = settings()
+        for name, size in sizes.items():
+            object.__setattr__(args, name, size)
+        prepare(model, args, plan(checkpoint=checkpoint, streamed=False))
+        if checkpoint or not sizes:
+            refuse_shared_rows(model)
+            continue
+        with pytest.raises(UserError, match=r"model\.layers\.1\.mlp\.dropout, 0\.1.*gradient_checkpointing: true"):
+            refuse_shared_rows(model)

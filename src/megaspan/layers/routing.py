@@ -322,7 +322,9 @@ def _small(experts: int) -> torch.dtype:
 
 def _recorded_logits(layer: nn.Module, module: nn.Module) -> int | None:
     """Which output of the router transformers itself records as its logits."""
-    for found in vars(sys.modules[type(layer).__module__]).values():
+    # A sharded layer has a class of torch's in front of its own.
+    files = dict.fromkeys(each.__module__ for each in type(layer).__mro__)
+    for found in (value for file in files if file in sys.modules for value in vars(sys.modules[file]).values()):
         recorded = getattr(found, "_can_record_outputs", None)
         recorder = recorded.get("router_logits") if isinstance(recorded, dict) else None
         target = getattr(recorder, "target_class", None)

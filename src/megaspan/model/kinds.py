@@ -153,10 +153,26 @@ def refuse_shared_rows(model: torch.nn.Module | PretrainedConfig | Mapping[str, 
         module = inner.get_submodule(over_tokens[-1])
         raise _not_shared(type(inner).__name__, f"{over_tokens[-1]} ({type(module).__name__})")
     _refuse_by_config(inner.config)
-    if "_megaspan" in inner.__dict__ and not any(parameter.is_meta for parameter in inner.parameters()):
+    placed = inner.__dict__.get("_megaspan")
+    if placed is None:
+        return
+    _refuse_dropout(inner, placed)
+    if not any(parameter.is_meta for parameter in inner.parameters()):
         from megaspan.model.proof import prove_token_wise
 
         prove_token_wise(inner)
+
+
+def _refuse_dropout(model: PreTrainedModel, placed: Any) -> None:
+    """Dropout goes by a token's number where layers are checkpointed, else by generators, of which each rank has its own."""
+    if placed.checkpointing is not None or placed.args.cp_size * placed.args.sp_size == 1:
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.modules.dropout._DropoutNd) and module.p > 0:
+            raise UserError(
+                f"dropout ({name}, {module.p}) over ranks that share a row needs checkpointed layers",
+                do="Set gradient_checkpointing: true, or the rate (lora_dropout) to 0",
+            )
 
 
 def _refuse_by_config(config: PretrainedConfig | Mapping[str, Any]) -> None:
