@@ -180,8 +180,8 @@ def test_another_error_is_no_result(monkeypatch, shape, tmp_path):
 def test_host_memory_that_the_plan_misses_is_not_asked_for(shape, tmp_path, lengths):
     found = rehearse.rehearse(settings(shape, tmp_path, host_memory="64MiB"))
     assert not found.fits
-    assert found.failed_at == "setting up, before the first step"
-    assert "of host memory by the plan" in found.render()
+    assert found.failed_at is None, "nothing ran out: nothing was run"
+    assert "no step was run: the plan needs 1.0 GiB of 64.0 MiB of host memory" in found.render()
     assert not lengths["stand-in"]
 
 
@@ -199,8 +199,13 @@ def test_the_verb_prints_it_and_says_by_its_exit_code_whether_it_fits(shape, tmp
     assert capsys.readouterr().out.startswith("rehearsal: ")
     assert cli.main(["plan", *flags, "--rehearse", "--json"]) == code
     written = json.loads(capsys.readouterr().out)
-    assert written["fits"] == (code == 0)
-    assert written["plan"]["tokens"] == LONG
+    assert written["fits"] == written["rehearsal"]["fits"] == (code == 0)
+    assert written["tokens"] == written["rehearsal"]["tokens"] == LONG
+    assert "plan" not in written["rehearsal"]
+    assert cli.main(["plan", *flags, "--json"]) == code
+    plain = json.loads(capsys.readouterr().out)
+    assert plain["rehearsal"] is None
+    assert set(plain) == set(written), "one form for programs"
 
 
 def test_numbers_of_a_gpu_stand_beside_the_plans(tmp_path, shape):

@@ -89,17 +89,37 @@ def _data(call: Call) -> Result:
 
 
 def _plan(call: Call) -> Result:
+    wish = _whole_number(call, "nproc")
     config = _config(call)
     if "rehearse" in call.own:
-        from megaspan.rehearse import rehearse
-
-        found = rehearse(config)
-        return Result(found.render(), found.as_dict(), DONE if found.fits else FAILED)
+        return _rehearse(call, wish, config)
     from megaspan import world
     from megaspan.plan import plan_command
 
-    plan = plan_command(config, world.machine())
+    if wish is None:
+        plan = plan_command(config, world.machine())
+    else:
+        from megaspan.plan.ranks import RankSizes, share_of
+
+        plan = plan_command(config, share_of(world.machine(), wish), RankSizes.of(config, wish))
     return Result(plan.render(), plan.as_dict(), DONE if plan.fits else FAILED)
+
+
+def _rehearse(call: Call, wish: int | None, config: Any) -> Result:
+    from megaspan import launch
+
+    if (count := launch.processes(wish, config)) > 1:
+        words = ["plan", *call.places, *call.flags, "--rehearse", *(["--json"] if "json" in call.own else [])]
+        failure = launch.run(words, count)
+        if failure is not None and failure.sentences == [f"rank {failure.rank} ended with exit code {FAILED}"]:
+            return Result("", None, FAILED)  # rank 0 has shown what does not fit
+        return _ended(failure)
+    with launch.as_rank() as shows:
+        from megaspan.rehearse import rehearse
+
+        found = rehearse(config)
+    code = DONE if found.fits else FAILED
+    return Result(found.render(), found.as_plan(), code) if shows else Result("", None, code)
 
 
 def _eval(call: Call) -> Result:
@@ -128,6 +148,7 @@ _JSON = {"json": Flag("print the result for programs")}
 _NPROC = {"nproc": Flag("processes, one per GPU; without it one for each visible GPU", "N")}
 _ONE = {"nproc": Flag("only 1: evaluation runs on one device", "N")}
 _REHEARSE = {"rehearse": Flag("run every allocation and copy of a step on this machine, attention left out")}
+_PLANNED = {"nproc": Flag("plan for N processes; without it as many as the sizes multiply to", "N")}
 _SHOW = {"show": Flag("print row N with its trained tokens marked", "N")}
 _MERGE = {"merge": Flag("of a LoRA run, the base model with the adapter merged into it")}
 VERBS = {
@@ -147,7 +168,7 @@ VERBS = {
         "what the run needs, before anything is loaded",
         _plan,
         (0, 1),
-        _REHEARSE | _JSON,
+        _REHEARSE | _PLANNED | _JSON,
         True,
     ),
     "eval": Verb(

@@ -10,12 +10,17 @@ Copies that nobody hides are seconds lost. In the second step a device-side paus
 attention but not longer than a layer's copies need; the device's own timeline then tells how long a copy was under way while
 nothing was computed. That is what is reported as exposed. Where attention's rate is unknown there is no pause, and the number
 is an upper bound.
+
+Of a run on several GPUs every rank runs: collectives, gathered weights and exchanged keys are the real ones. The numbers shown
+are the largest of any rank.
 """
 
 from __future__ import annotations
 
 import gc
 import json
+import os
+import shutil
 import tempfile
 import time
 from collections.abc import Iterator
@@ -33,14 +38,16 @@ from megaspan.config import SFTConfig
 from megaspan.config.schema import GROUPS
 from megaspan.human import UserError, format_bytes, format_seconds
 from megaspan.model import Levers, levers, unprepare
-from megaspan.plan import Plan, plan_command
+from megaspan.plan import Plan, RankSizes, plan_command
 from megaspan.plan.cost import CONTEXT_BYTES
 from megaspan.plan.facts import read_config
+from megaspan.plan.ranks import share_of
 from megaspan.report.overlap import Overlap, device_spans, overlap
 from megaspan.report.rehearsal import Figure, Rehearsal
 from megaspan.trainer import SFTTrainer
 
 SHORT = 4096
+_DOUBT = 1.05  # a plan that needs this much more of the device than there is is not tried: its formulas are within 1 %
 DEVICE, HOST, EXPOSED = "device, tensors", "host, process", "copies that nothing hides"
 _ATTENTION = ("attention forward", "attention backward")
 # Sections of the options whose wishes shape the memory of a step, and the options among them that do not.
@@ -53,27 +60,29 @@ _SET_HERE = {
 def rehearse(config: SFTConfig) -> Rehearsal:
     """Runs a short step and one of `max_length` tokens of a configuration, attention left out; its data is not read.
 
-    With more than one row a step, the long row comes after a short one, when gradients exist.
+    With more than one row a step, the long row comes after a short one, when gradients exist. Of several ranks, started by any
+    launcher, all call it; where one of them runs out of memory all end with that error.
 
     Raises:
         UserError: the configuration does not allow the run, or describes a GPU that is not here.
     """
-    machine = world.machine()
+    started, machine = world.launch(), world.machine()
     if config.memory_limit and not machine.device_bytes and not config.use_cpu:
         raise UserError(
             "a rehearsal runs on the GPU that memory_limit describes, and there is none here",
             do="Rehearse on that machine, or remove memory_limit to rehearse on the CPU",
         )
-    plan = plan_command(config, machine)
-    if plan.host_bytes > plan.host_limit:
-        need = f"{format_bytes(plan.host_bytes)} of {format_bytes(plan.host_limit)} of host memory by the plan"
-        return _result(config, plan, None, "setting up, before the first step", need)
+    sizes = RankSizes.of(config, started.world_size)
+    plan = plan_command(config, share_of(machine, started.local_size), sizes)
+    if (refusal := _refusal(plan)) is not None:
+        return _result(config, plan, None, None, refusal)
     folder = _existing(Path(config.output_dir))
-    with tempfile.TemporaryDirectory(prefix="megaspan-rehearsal-", dir=folder) as place:
+    with _place(folder, started) as place:
         watch = _Watch()
         try:
-            with _out_of_memory(watch):
-                _run(config, Path(place), watch)
+            with _out_of_memory(watch, alone=not started.several):
+                _run(config, place, watch, plan)
+                watch.compare()
         finally:
             plan = watch.let_go() or plan
             gc.collect()
@@ -82,18 +91,53 @@ def rehearse(config: SFTConfig) -> Rehearsal:
     return _result(config, plan, watch, None, None)
 
 
-def _run(config: SFTConfig, place: Path, watch: _Watch) -> None:
+def _refusal(plan: Plan) -> str | None:
+    """Why no step is run: the plan needs more than its formulas are ever wrong by, so hours of loading would end the same."""
+    needs = [(plan.host_bytes, plan.host_limit, 1.0, "host memory")]
+    if plan.device_limit:
+        needs.append((plan.device_needed, plan.device_limit, _DOUBT, "the device"))
+    short = [
+        f"{format_bytes(size)} of {format_bytes(limit)} of {what}" for size, limit, doubt, what in needs if size > doubt * limit
+    ]
+    return f"no step was run: the plan needs {' and '.join(short)}" if short else None
+
+
+@contextmanager
+def _place(folder: Path, started: world.Launch) -> Iterator[Path]:
+    """A folder for the time of the rehearsal, the same for all ranks: options are compared over them, paths too."""
+    if started.meeting is None:
+        with tempfile.TemporaryDirectory(prefix="megaspan-rehearsal-", dir=folder) as place:
+            yield Path(place)
+        return
+    shared = folder / f"megaspan-rehearsal-{started.meeting[1]}"  # a port that only these ranks have
+    shared.mkdir(exist_ok=True)
+    try:
+        yield shared
+    finally:
+        if started.rank == 0:
+            shutil.rmtree(shared, ignore_errors=True)
+
+
+def _run(config: SFTConfig, place: Path, watch: _Watch, plan: Plan) -> None:
     """The two steps; `watch` holds what they showed, also where they end early."""
-    rows = min(2, config.per_device_train_batch_size * config.gradient_accumulation_steps)
+    rows, ranks, vocab = _rows(config), plan.sizes.data, plan.model.vocab
     args = _arguments(config, place, rows)
     short = min(SHORT, args.max_length)
-    vocab = plan_command(args, world.machine()).model.vocab
     lengths = [*[short] * rows, *[short] * (rows - 1), args.max_length]
+    if (
+        ranks > 1
+    ):  # ranks with rows of their own are dealt the longest first: all are long, so that a second one meets gradients
+        lengths = [*[short] * rows * ranks, *[args.max_length] * rows * ranks]
     draw = np.random.default_rng(0)
     data = [{"input_ids": draw.integers(3, vocab, length).tolist()} for length in lengths]
     trainer = SFTTrainer(args=args, train_dataset=data, callbacks=[watch])
     watch.begin(trainer.model)
     trainer.train()
+
+
+def _rows(config: SFTConfig) -> int:
+    """Rows of a window that are rehearsed on each rank: one, or two where their gradients are summed."""
+    return min(2, config.per_device_train_batch_size * config.gradient_accumulation_steps)
 
 
 def _arguments(config: SFTConfig, place: Path, rows: int) -> SFTConfig:
@@ -108,8 +152,10 @@ def _arguments(config: SFTConfig, place: Path, rows: int) -> SFTConfig:
     kept |= {name: given[name] for name in ("max_length", "pad_to_multiple_of", "disable_tqdm") if name in given}
     if not config.trust_remote_code:  # the code of such a model is found by its name
         raw = read_config(str(config.model_name_or_path), config.model_revision)
-        (place / "shape").mkdir()
-        (place / "shape" / "config.json").write_text(json.dumps(raw))
+        (place / "shape").mkdir(exist_ok=True)
+        mine = place / f"config-{os.getpid()}"  # other ranks write the same; whoever reads finds a whole one
+        mine.write_text(json.dumps(raw))
+        mine.rename(place / "shape" / "config.json")
         kept |= {"model_name_or_path": str(place / "shape"), "model_revision": None}
     return SFTConfig(
         **kept,
@@ -208,6 +254,13 @@ class _Watch(TrainerCallback):
         self.paused = sum(each.paused for each in self.stand_ins)
         self.moved = {name: count - self._before.get(name, 0) for name, count in self._counts().items()}
 
+    def compare(self) -> None:
+        """Takes the largest numbers of all ranks, which all call it; a rank on its own keeps its."""
+        self.device_peak, self.reserved, self.host_peak, self.pinned = map(
+            int, world.largest([self.device_peak, self.reserved, self.host_peak, self.pinned])
+        )
+        self.seconds, self.paused, self.seconds_pinning = world.largest([self.seconds, self.paused, self.seconds_pinning])
+
     def _reach(self, moment: str) -> None:
         """The step goes on to another moment: the peak may have come in the one that ends."""
         if self._model is not None and self._device.type == "cuda":
@@ -232,22 +285,29 @@ class _Watch(TrainerCallback):
 
 
 @contextmanager
-def _out_of_memory(watch: _Watch) -> Iterator[None]:
-    """Running out of memory is a result."""
+def _out_of_memory(watch: _Watch, *, alone: bool = True) -> Iterator[None]:
+    """Running out of memory is a result; of several ranks it is an error, since the others wait for this one."""
     try:
         yield
     except (MemoryError, torch.OutOfMemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "out of memory" not in str(error):
             raise
+        if not alone:
+            error.add_note(f"in the {_moment(watch)} of the rehearsal")
+            raise
         text = (str(error).strip().splitlines() or ["no memory left on the host"])[0]
     except UserError as error:
-        if not any(words in error.what for words in ("of host memory", "the host has no")):
+        if not alone or not any(words in error.what for words in ("of host memory", "the host has no")):
             raise
         text = str(error)
     else:
         return
     watch.failure = text
     watch.measure()
+
+
+def _moment(watch: _Watch) -> str:
+    return f"{watch.moment} (step {watch.step} of 2)" if watch.step else watch.moment
 
 
 def _pause(plan: Plan, device: torch.device) -> Pause | None:
@@ -257,7 +317,7 @@ def _pause(plan: Plan, device: torch.device) -> Pause | None:
         return None
     facts, tokens = plan.model, plan.tokens
     pairs = sum(visible_pairs(tokens, tokens, facts.span(layer)) for layer in range(facts.layers))
-    rate = 2.5 * 4.0 * facts.query_width * pairs / planned
+    rate = 2.5 * 4.0 * facts.query_width * pairs / plan.sizes.row / planned
     return Pause(rate, rate, cycles_per_second(device))
 
 
@@ -268,7 +328,7 @@ def _result(config: SFTConfig, plan: Plan, watch: _Watch | None, failed_at: str 
         figures = list(_figures(plan, watch, gpu))
         notes = list(_notes(plan, watch, gpu))
         if watch.failure is not None:
-            failed_at, why = f"{watch.moment} (step {watch.step} of 2)" if watch.step else watch.moment, watch.failure
+            failed_at, why = _moment(watch), watch.failure
         elif gpu and watch.reserved > plan.device_limit:
             why = f"{format_bytes(watch.reserved)} of {format_bytes(plan.device_limit)} of the device were taken"
         elif watch.host_peak > plan.host_limit:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaspan.config import SFTConfig, parallel
+from megaspan.config import SFTConfig
 from megaspan.human import UserError
 from megaspan.plan import Machine, Plan, RankSizes, choose, model_facts, plan_command
 from megaspan.plan.cost import memory
@@ -26,11 +26,6 @@ GIB = 2**30
 EIGHT = Machine("NVIDIA H200", 139 * GIB, 1024 * GIB, 128)
 LONG = Settings(1 << 20, True, 2, True, True, True, True, 2048, streamed=True)
 CP8 = RankSizes(cp=8)
-
-
-@pytest.fixture(autouse=True)
-def several_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parallel, "PROVEN", True, raising=False)
 
 
 def plan(tokens: int | str = "1M", model: str = "qwen3-8b", machine: Machine = EIGHT, **options: Any) -> Plan:

@@ -8,6 +8,7 @@ moving layer inputs to the host frees bytes that nobody needs.
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -143,12 +144,22 @@ def plan_command(config: SFTConfig, machine: Machine, sizes: RankSizes | None = 
         sizes: the mesh; None makes it of the options, as many ranks as they multiply to, on machines like this one.
 
     Raises:
-        UserError: no model is named, its configuration cannot be read, a row would run past its positions, or ranks cannot
-            share its heads.
+        UserError: no model is named, its configuration cannot be read, a row would run past its positions or have one token,
+            ranks cannot share its heads, or the optimizer's library is missing here.
     """
     if config.model_name_or_path is None:
         do = "Set model_name_or_path to a hub name, a model folder or a shape such as qwen3-4b"
         raise UserError("there is no model to plan for", do=do, option="model_name_or_path")
+    if config.max_length < 2:
+        what = "a row of one token has nothing to train: each token is predicted from those before it"
+        raise UserError(what, got=config.max_length, allowed="2 or more", option="max_length")
+    here = machine.device_bytes > 0 or config.use_cpu or not config.memory_limit
+    if config.optim == "adamw_8bit" and here and importlib.util.find_spec("bitsandbytes") is None:
+        raise UserError(
+            "optim: adamw_8bit needs bitsandbytes, which is not installed",
+            do="Run pip install 'megaspan[optim8]', or set optim: adamw_torch_fused",
+            option="optim",
+        )
     raw = {**read_config(config.model_name_or_path, config.model_revision), **config.config_overrides}
     rope = resolve_rope(raw, config.rope_parameters, config.max_length, config.allow_past_window)
     facts = ModelFacts.from_config(raw, config.model_name_or_path)

@@ -37,6 +37,7 @@ class Family:
         window_every: every n-th layer sees everything, the others a window; 1 means that all layers have the window.
         experts: name of the mixture-of-experts scheme, or None.
         streamed: its layers run in tiles; others are checkpointed whole.
+        fused: norms and gated product of a streamed layer run fused on a GPU (`layers/norms.py`, `layers/fused.py`).
     """
 
     norms: int = 2
@@ -56,15 +57,16 @@ class Family:
     window_every: int = 0
     experts: Literal["qwen", "mixtral", "gpt_oss", "olmoe"] | None = None
     streamed: bool = True
+    fused: bool = False
 
 
 UNKNOWN = Family(qkv_bias=False, out_bias=False, streamed=False)
 FAMILIES: dict[str, Family] = {
-    "llama": Family(mlp_bias="mlp_bias"),
-    "mistral": Family(qkv_bias=False, out_bias=False, window_every=1),
-    "ministral": Family(qkv_bias=False, out_bias=False, window_every=1),
-    "qwen2": Family(qkv_bias=True, out_bias=False),
-    "qwen3": Family(qk_norm="head"),
+    "llama": Family(mlp_bias="mlp_bias", fused=True),
+    "mistral": Family(qkv_bias=False, out_bias=False, window_every=1, fused=True),
+    "ministral": Family(qkv_bias=False, out_bias=False, window_every=1, fused=True),
+    "qwen2": Family(qkv_bias=True, out_bias=False, fused=True),
+    "qwen3": Family(qk_norm="head", fused=True),
     "gemma": Family(norm_tensors=(4, 2), tied=True),
     "gemma2": Family(norms=4, norm_tensors=(8, 2), tied=True, window_every=2),
     "gemma3_text": Family(norms=4, norm_tensors=(8, 2), qk_norm="head", qk_norm_tensors=(2, 0), tied=True, window_every=6),
@@ -75,18 +77,18 @@ FAMILIES: dict[str, Family] = {
     "olmo2": Family(norm_tensors=(4, 1), qk_norm="full", qk_norm_tensors=(2, 0)),
     "olmo3": Family(norm_tensors=(4, 1), qk_norm="full", qk_norm_tensors=(2, 0), window_every=4),
     "olmoe": Family(qk_norm="full", experts="olmoe"),
-    "granite": Family(mlp_bias="mlp_bias"),
+    "granite": Family(mlp_bias="mlp_bias", fused=True),
     "cohere": Family(
         norms=1, norm_tensors=(3, 1), qk_norm="each", qk_norm_tensors=(2, 0), qk_norm_key="use_qk_norm", tied=True
     ),
     "cohere2": Family(norms=1, norm_tensors=(3, 1), tied=True, window_every=4),
     "phi3": Family(qkv_bias=False, out_bias=False, more_heads=(2, 1), streamed=False),
-    "smollm3": Family(mlp_bias="mlp_bias", tied=True),
+    "smollm3": Family(mlp_bias="mlp_bias", tied=True, fused=True),
     "glm4": Family(norms=4, norm_tensors=(4, 6), more_heads=(1, 0), out_bias=False, streamed=False),
-    "seed_oss": Family(out_bias="attention_out_bias", mlp_bias="mlp_bias"),
+    "seed_oss": Family(out_bias="attention_out_bias", mlp_bias="mlp_bias", fused=True),
     "exaone4": Family(norm_tensors=(2, 3), qk_norm="head", qkv_bias=False, out_bias=False, window_every=4),
-    "hunyuan_v1_dense": Family(qk_norm="head"),
-    "ernie4_5": Family(qkv_bias="use_bias", out_bias="use_bias", mlp_bias="use_bias", tied=True),
+    "hunyuan_v1_dense": Family(qk_norm="head", fused=True),
+    "ernie4_5": Family(qkv_bias="use_bias", out_bias="use_bias", mlp_bias="use_bias", tied=True, fused=True),
     "starcoder2": Family(
         norm_vectors=2,
         norm_tensors=(0, 3),

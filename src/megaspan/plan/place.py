@@ -61,12 +61,12 @@ def free_policy(facts: ModelFacts, s: Settings) -> KeepPolicy:
 def policies(facts: ModelFacts, s: Settings, limits: Limits) -> Iterator[KeepPolicy]:
     """Policies that fit, each kind of them the best: everything kept; then with a disk; then with less kept."""
     if s.checkpoint:
-        rooms = Rooms(facts, s, limits)
-        if not rooms.fits_bare:
-            return
         free = free_policy(facts, s)
         if limits.hold(memory(facts, replace(s, keep=free))):
             yield free
+            return
+        rooms = Rooms(facts, s, limits)
+        if not rooms.fits_bare:
             return
         if (whole := rooms.everything()) is not None:
             yield whole
@@ -79,6 +79,9 @@ def policies(facts: ModelFacts, s: Settings, limits: Limits) -> Iterator[KeepPol
 
 def can_keep(facts: ModelFacts, s: Settings, limits: Limits) -> bool:
     """Whether any policy fits. Only the two ends matter: every output is kept, or none is."""
+    away = KeepPolicy.everything(facts.layers, "host", outputs=s.streams)
+    if s.checkpoint and s.offload and s.gpu and limits.hold(memory(facts, replace(s, keep=away))):
+        return True
     return Rooms(facts, s, limits).any_fits() if s.checkpoint else limits.hold(memory(facts, s))
 
 
@@ -101,7 +104,8 @@ class Rooms:
 
     def __init__(self, facts: ModelFacts, s: Settings, limits: Limits) -> None:
         self.facts, self.s, self.limits = facts, s, limits
-        self._step = Step(facts, s)
+        # With outputs on the device the forward needs most; those of `can_keep` and `policies` that need less are tried there.
+        self._step = Step(facts, replace(s, keep=KeepPolicy.everything(facts.layers, "device")))
         self._here = self._device_pool()
         self._least_room = min(self._here.forward, *self._here.backward)
         self.fits_bare = self._least_room >= 0 and self._optimizer_fits()

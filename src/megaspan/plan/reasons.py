@@ -108,7 +108,7 @@ def summary(facts: ModelFacts, s: Settings) -> str:
     policy, layers = s.policy(facts.layers), facts.layers
     if not s.checkpoint:
         return "every layer keeps all it computed: checkpointing is off"
-    places = " and ".join(where(place) for place in _WHERE if place in policy.places)
+    places = "on " + " and ".join(where(place).removeprefix("on ") for place in _WHERE if place in policy.places)
     if not s.streams:
         return f"all {layers} layers keep their input {places} and run whole again in the backward"
     moved = {"host": "gradients wait on the host", "update": "updates happen in the backward", "device": ""}[s.states.gradients]

@@ -59,6 +59,8 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
         "next_lever": asdict(lever) if lever else None,
         "next_lever_suffices": plan.suffices,
         "reasons": list(plan.reasons),
+        "host_for_layers": plan.host_for_layers,
+        "rehearsal": None,
     }
 
 

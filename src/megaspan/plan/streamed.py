@@ -11,7 +11,7 @@ phases are those of `layers/stream.py`:
     again        dx of the layers above, x, O, y, and one head group's q, k, v
 
 Of what the layer kept, x and O are there whole, and those of the layer below too, which come back one layer ahead; or, with
-`stream_back`, two tiles of each and two head groups of O. The parts here leave out what the keep policy leaves on the device.
+`stream_back`, two tiles of each and one head group of O. The parts here leave out what the keep policy leaves on the device.
 
 Letters: t tokens, n tokens of a tile, g a head group's share of the KV heads, E hidden, Q = heads x head size,
 K = KV heads x head size, c bytes of the computation's type.
@@ -77,8 +77,12 @@ def forward_parts(facts: ModelFacts, s: Settings, *, again: bool = False) -> lis
     # transformers' loop holds the embedding of the row in a variable to its end; in a backward there is a gradient instead.
     rows = 3
     name = "one layer again: input, output, gradient" if again else "one layer: input and output, the embedding"
+    # Read back in tiles, output leaves head group by head group, one behind the other, where it is kept elsewhere.
+    leaves = s.stream_back and not again and all(keep.output in ("host", "disk") for keep in s.policy(facts.layers).layers)
+    share = min(1.0, 2 * group_share(facts, s)) if leaves else 1
+    size = round(t * c * (rows * e + share * q))
     return [
-        Part(f"{name}, attention's output", t * c * (rows * e + q), s.place, f"t x {c}·({rows}·E + Q)"),
+        Part(f"{name}, attention's output", size, s.place, f"t x {c}·({rows}·E + {share:g}·Q)"),
         *_group_parts(facts, s),
     ]
 
@@ -110,27 +114,35 @@ def backward_phases(facts: ModelFacts, layer: LayerBytes, s: Settings, parameter
         place,
         f"{trained:,} x {c} B" if tiles_once else f"{trained:,} x (4 + {c}) B, summed over tiles in fp32",
     )
-    mlp = layer.norms + layer.mlp + layer.mlp_backward + 2 * c * e
+    mlp, told = layer.norms + layer.mlp + layer.mlp_backward + 2 * c * e, f"norms, {layer.formulas[1]}"
+    if s.gpu and facts.experts is None and facts.family.fused:
+        # Gate, up, and the gradients of both and of their product; the norm's input and output, the tile's output and one more.
+        width = facts.mlp_width
+        mlp, told = c * (5 * width + 4 * e), f"{c}·(5·F + 4·E), norm and product fused; F = {width:,}"
     # Rotated q and k, v, what their norms keep, and gradients on the way back through them: in fp32 where there are norms.
     norm_fp32, norm_type = facts.family.qk_norm_tensors if facts.qk_norm else (0, 0)
     graph = layer.norms // 2 + (q + k) * (4 * norm_fp32 + c * norm_type)
     projections = graph + qkv * c + q * (16 if facts.qk_norm else 2 * c)
     sums = 4 if s.gpu else 0
-    each = 2 * c + sums
+    each, rows = 2 * c + sums, 2 * sums * facts.heads
     group = Part(
         "one layer: q, k, v, gradients, sums",
-        round(t * qkv * share * each) + (t * graph if graph_stays else 0),
+        round(t * share * (qkv * each + rows)) + (t * graph if graph_stays else 0),
         place,
-        f"t x {share:g} x (Q + 2·K) x ({2 * c} + {sums}), {_heads(facts, s)}; Q = {q:,}, K = {k:,}"
+        f"t x {share:g} x ((Q + 2·K) x ({2 * c} + {sums}) + {rows}), {_heads(facts, s)}; Q = {q:,}, K = {k:,}"
         + (" + t x norms" if graph_stays else ""),
     )
     groups = backward_group(facts, s) if s.ranks.row > 1 else [group]
-    dkv = Part("one layer: gradients of k, v", t * c * 2 * k if share < 1 else 0, place, f"t x {c}·2·K of all heads")
+    summed, before = weights, 1.0 if share < 1 else 0.0
+    if s.gpu:
+        # Then only weights of the second half have gradients, summed. (On a CPU the operation's own copies take that place.)
+        late, before = max(0, trained - (0 if s.adapter else e * qkv)), 1 - share
+        each = c if tiles_once else 4
+        summed = Part("one layer: weight gradients", late * each, place, f"{late:,} x {each} B, of the second half")
+    dkv = Part("one layer: gradients of k, v", round(t * c * 2 * k * before), place, f"t x {c}·2·K of the groups before")
     return (
-        Phase(
-            "MLP", (dx, d_out, weights, Part("one tile: MLP", n * mlp, place, f"{n:,} tokens x (norms, {layer.formulas[1]})"))
-        ),
-        Phase("attention", (dx, d_out, weights, dkv, *groups)),
+        Phase("MLP", (dx, d_out, weights, Part("one tile: MLP", n * mlp, place, f"{n:,} tokens x ({told})"))),
+        Phase("attention", (dx, d_out, summed, dkv, *groups)),
         Phase(
             "projections",
             (
@@ -160,14 +172,14 @@ def input_bytes(facts: ModelFacts, s: Settings) -> int:
 
 
 def tile_bytes(facts: ModelFacts, s: Settings, phase: str) -> tuple[int, int]:
-    """With `stream_back`: bytes of x and of O that are on the device in a phase: two tiles, or two head groups of O.
+    """With `stream_back`: bytes of x and of O that are on the device in a phase: two tiles, or a head group of O.
 
-    Over ranks three groups of O: one is attended, one travels, one is fetched.
+    Over ranks two groups of O: one is attended, one travels.
     """
     n = 2 * min(s.layer_tile, s.slots)
     x, out = input_bytes(facts, s), output_bytes(facts, s)
     tiles = min(x, n * facts.hidden * s.compute_bytes), min(out, n * (facts.query_width * s.compute_bytes + 4 * facts.heads))
     if phase == "projections":
         return tiles[0], 0
-    groups = 3 if s.ranks.row > 1 else 2
+    groups = 2 if s.ranks.row > 1 else 1
     return tiles[0], min(out, round(groups * group_share(facts, s) * out)) if phase == "attention" else tiles[1]

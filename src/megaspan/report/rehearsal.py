@@ -80,6 +80,11 @@ class Rehearsal:
         own["figures"] = [dataclasses.asdict(figure) | {"difference": figure.difference} for figure in self.figures]
         return own | {"notes": list(self.notes), "plan": self.plan.as_dict()}
 
+    def as_plan(self) -> dict[str, Any]:
+        """What `megaspan plan --json` prints: the plan, with all of this as its `rehearsal`, and whether the step fits."""
+        own = self.as_dict()
+        return own.pop("plan") | {"fits": self.fits, "rehearsal": own}
+
     def render(self) -> str:
         """A table and the answer in the last lines."""
         kernel = f", {self.kernel} skipped" if self.kernel else ""
@@ -100,6 +105,7 @@ class Rehearsal:
         if self.fits:
             return "\n".join([*lines, "", "fits"])
         what = f": memory ran out in the {self.failed_at}" if self.failed_at else ""
+        lines = lines if lines[-1] else lines[:-1]
         return "\n".join([*lines, "", f"DOES NOT FIT{what}", *[text for text in (self.why, self.do) if text]])
 
 
