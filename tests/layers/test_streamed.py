@@ -426,3 +426,12 @@ def test_fp32_gradients_of_bf16_weights_stay_fp32_where_asked():
     step(model, batch(33))
     assert weight.grad.dtype == torch.float32
     assert not torch.equal(weight.grad, weight.grad.bfloat16().float())
+
+
+def test_head_groups_that_ranks_share_are_counted_as_they_run():
+    """What is reserved and written for attention's outputs: a group holds a KV head of each sp rank."""
+    plain = tiny("llama", num_attention_heads=8, num_key_value_heads=4)
+    for sp_size, groups in ((1, 4), (2, 2), (4, 1)):
+        plan = LayerPlan(tile_tokens=5, kv_heads_per_call=1, sp_size=sp_size)
+        _, streaming = streamed(plain, plan, keep=policy(2, "disk"))
+        assert len(streaming.on_disk(4096)) == 2 + 2 * 2 * groups
