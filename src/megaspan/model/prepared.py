@@ -150,6 +150,8 @@ def prepare(model: Model, args: SFTConfig, plan: Plan | None = None, *, on_layer
 
     Afterwards `model(input_ids, labels=...)` (or `shift_labels`, with `position_ids`, `attention_mask`, `inputs_embeds` and
     `num_items_in_batch` as transformers means them) returns a `LongOutput`; a call without labels is the model's own forward.
+    Documents of a packed row see themselves only. With `megaspan_row` (`attention.context.RowContext`) the call is this rank's
+    part of a row that several ranks share: the loss is its part of the sum, and gradients are summed over the ranks.
 
     Args:
         model: on its device, with its weights.
@@ -273,7 +275,7 @@ def _checkpoint(model: PreTrainedModel, state: Levers) -> None:
     from megaspan.layers.stream import LayerPlan
     from megaspan.layers.streamed import Streaming
 
-    plan, limit = state.plan, state.plan.host_limit or None
+    plan, limit = state.plan, getattr(state.plan, "host_for_layers", None)
     keep = _policy(plan, len(checkpointed_layers(model)))
     state.disk = open_disk(state.args, keep)
     tier = None if state.disk is None else state.disk.tier
