@@ -150,6 +150,8 @@ def settings(case: dict[str, Any], folder: Path) -> Any:
         own |= {"use_peft": True, "lora_r": lora, "lora_dropout": 0.0, "lora_target_modules": "all-linear"}
     if case["limit"] and cuda:
         own["memory_limit"] = case["limit"]
+    if case.get("rope"):
+        own["model_init_kwargs"] = {"rope_parameters": case["rope"]}
     if case.get("host"):
         own["host_memory"] = case["host"]
     own = {
@@ -256,6 +258,9 @@ def run_trl(case: dict[str, Any], folder: Path) -> None:
     cuda, ranks = torch.cuda.is_available(), layout_of(case).ranks
     config = shape_of(case)
     config["max_position_embeddings"] = max(config["max_position_embeddings"], case["tokens"])
+    if case.get("rope"):
+        theta = (config.get("rope_parameters") or config)["rope_theta"]
+        config["rope_parameters"] = {"rope_theta": theta, **case["rope"]}
     built = AutoConfig.for_model(**(config | {"use_cache": False}))
     torch.manual_seed(0)  # all ranks draw the same weights
     with torch.device("cuda" if cuda else "cpu"):

@@ -26,7 +26,7 @@ from benchmarks.outcome import Outcome
 from benchmarks.record import Record, option, wants_a_gpu
 from megaspan import world
 from megaspan.human import format_bytes, format_seconds, format_tokens, parse_bytes, parse_tokens
-from megaspan.plan import Plan, plan_command
+from megaspan.plan import Machine, Plan, plan_command
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
@@ -95,10 +95,13 @@ def case_of(args: argparse.Namespace, layers: int, peer: str | None = None) -> d
     return case | beside | (PEERS | PEERS_CP)[peer]
 
 
-def plan_of(case: dict[str, Any]) -> Plan:
-    """The plan of megaspan's case on this machine."""
+def plan_of(case: dict[str, Any], machine: Machine | None = None) -> Plan:
+    """The plan of megaspan's case on this machine, or another; of one rank, where the case has several."""
     with tempfile.TemporaryDirectory() as folder:
-        return plan_command(settings(case, Path(folder)), world.machine())
+        args = settings(case, Path(folder))
+        if machine is not None and case["limit"]:
+            args = args.replace(memory_limit=case["limit"])
+        return plan_command(args, machine or world.machine())
 
 
 def line(points: list[tuple[int, float]]) -> tuple[float, float]:

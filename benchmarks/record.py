@@ -32,11 +32,12 @@ class Record:
 
     def write(self, **result: Any) -> None:
         """One line."""
-        line = json.dumps(result, default=str)
-        print(line, flush=True)
         if self._file is not None:
             with self._file.open("a", encoding="utf-8") as file:
-                file.write(line + "\n")
+                file.write(json.dumps(result, default=str) + "\n")
+        if stderr := (result.get("outcome") or {}).get("stderr"):
+            result["outcome"] = result["outcome"] | {"stderr": stderr if self._file is None else "in the file"}
+        print(json.dumps(result, default=str), flush=True)
 
     def case(self, name: str, case: dict[str, Any], timeout: float) -> Outcome:
         """Runs a case in its own process; its steps are written as they come, its outcome at the end."""
