@@ -2,9 +2,9 @@
 
 An unmodified transformers model computes the logits of the whole sequence before its loss: at 1,048,576 tokens and 151,936
 words that is 297 GiB in bf16 and as much again for the gradient. Here the backbone alone runs, on packed rows of the batch's
-stretches of tokens (`rows.py`) or on this rank's part of a row that many share, and `layers.loss` takes its last hidden state to
-the loss without ever holding more than one tile of logits. A call without labels is the model's own forward, so that `generate()`
-and scoring code keep working.
+stretches of tokens (`rows.py`) or on this rank's part of a row that many share, and `layers.loss` takes its last hidden state
+to the loss without ever holding more than one tile of logits. A call without labels is the model's own forward, so that
+`generate()` and scoring code keep working.
 """
 
 from __future__ import annotations
