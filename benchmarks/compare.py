@@ -54,7 +54,8 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--shape", default="qwen3-4b", help="a shape that ships with megaspan, or a folder with a config.json")
     parser.add_argument("--tokens", nargs="+", type=parse_tokens, default=[65_536, 131_072], help="row lengths: 65536, 128k")
     parser.add_argument("--layers", type=int, default=0, help="this many layers instead of the shape's own")
-    parser.add_argument("--steps", type=int, default=3, help="steps a case, at least 2")
+    parser.add_argument("--steps", type=int, default=3, help="steps a case, at least 2, or 1 with --warm")
+    parser.add_argument("--warm", type=parse_tokens, default=0, help="tokens of a first row that compiles and is not measured")
     parser.add_argument("--offload", choices=("on", "off", "both"), default="on", help="megaspan's layer inputs in host memory")
     parser.add_argument(
         "--peers",
@@ -86,8 +87,8 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     made = parser.parse_args(given)
     if made.tiny:
         made.shape, made.tokens, made.layers, made.steps, made.timeout = "tiny", [256], 0, 2, 300
-    if made.steps < 2:
-        parser.error("--steps: the second step is the one to quote, so at least 2")
+    if made.steps < 1 + (not made.warm):
+        parser.error("--steps: the second step is the one to quote, so at least 2, or 1 after a first row with --warm")
     if not (made.unmasked or made.documents):
         parser.error("--no-unmasked: without --documents there are no other rows")
     made.layouts = layouts_of(parser, made)
@@ -111,9 +112,9 @@ def cases(args: argparse.Namespace) -> list[tuple[str, dict[str, Any]]]:
         "shape": args.shape,
         "layers": args.layers,
         "steps": args.steps,
+        "warm": args.warm,
         "limit": args.limit,
         "masters": args.masters,
-        "profile": args.profile,
     }
     made = []
     masks = [0] * args.unmasked + [args.documents] * bool(args.documents)
@@ -130,7 +131,8 @@ def cases(args: argparse.Namespace) -> list[tuple[str, dict[str, Any]]]:
                 name = " ".join(["megaspan", *[layout.name] * (layout.ranks > 1)])
                 name += f", {documents} documents" * bool(documents)
                 name += ", inputs on the device" * (not offload)
-                made.append((name, {"system": "megaspan", "offload": offload, "documents": documents, **here}))
+                ours = {"system": "megaspan", "offload": offload, "documents": documents, "profile": args.profile}
+                made.append((name, ours | here))
     return made
 
 

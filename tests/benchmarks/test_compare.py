@@ -160,6 +160,11 @@ def test_what_would_be_ignored_is_refused(wrong: list[str]) -> None:
 def test_one_step_is_refused() -> None:
     with pytest.raises(SystemExit):
         compare.arguments(["--steps", "1"])
+    made = compare.cases(compare.arguments(["--steps", "1", "--warm", "4096", "--profile", "--peers", "trl-default"]))
+    assert [(case["warm"], case["steps"], bool(case.get("profile"))) for _, case in made[:2]] == [
+        (4096, 1, False),
+        (4096, 1, True),
+    ]
 
 
 def test_tiny_runs_both_systems_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
