@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -183,6 +185,34 @@ def test_host_memory_that_the_plan_misses_is_not_asked_for(shape, tmp_path, leng
     assert found.failed_at is None, "nothing ran out: nothing was run"
     assert "no step was run: the plan needs 1.0 GiB of 64.0 MiB of host memory" in found.render()
     assert not lengths["stand-in"]
+
+
+def test_what_the_plan_refuses_by_far_is_not_loaded(tmp_path, shape):
+    """At once, and not as if memory had run out; a plan that is a little too large is tried."""
+    facts = ModelFacts.from_config(json.loads((Path(rehearse.__file__).parent / "plan/shapes/qwen3-8b.json").read_text()))
+    config = SFTConfig(model_name_or_path="qwen3-8b", max_length="128k", memory_limit="16GiB", offload_optimizer=False)
+    plan = choose(config, facts, H200)
+    refusal = rehearse._refusal(plan)
+    assert refusal is not None
+    assert "of 16.0 GiB of the device" in refusal
+    text = rehearse._result(config, plan, None, None, refusal).render()
+    assert "memory ran out" not in text
+    assert "next lever" in text
+    assert rehearse._refusal(replace(plan, device_needed=int(1.04 * plan.device_limit))) is None
+
+
+def test_a_rehearsal_of_two_ranks_exchanges_and_gathers(shape, tmp_path):
+    """Ranks that share a row: the real collectives around stand-ins; one result, from the rank that shows it."""
+    flags = ["--model_name_or_path", str(shape), "--max_length", str(LONG), "--use_cpu", "true", "--cp_size", "2"]
+    command = [sys.executable, "-m", "megaspan", "plan", *flags, "--output_dir", str(tmp_path / "run"), "--rehearse", "--json"]
+    done = subprocess.run([*command, "--nproc", "2"], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    written = json.loads(done.stdout)
+    assert (written["ranks"], written["tokens_per_rank"], written["rehearsal"]["fits"]) == (2, 51, True)
+    figures = {each["name"]: each["rehearsed"] for each in written["rehearsal"]["figures"]}
+    assert figures["copied to the host"] > 0
+    assert "a row's tokens over 2" in done.stderr
+    assert not list(tmp_path.iterdir()), "the folder that the ranks shared is gone"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without a GPU is the point")

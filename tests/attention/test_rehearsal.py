@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from math import prod
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -13,14 +15,18 @@ from torch.utils._pytree import tree_leaves
 
 from megaspan.attention import rehearsal
 from megaspan.attention.attend import backward_with, forward_with
+from megaspan.attention.context import ContextPlan, RowRanks
 from megaspan.attention.cpu import CPUFlash
 from megaspan.attention.cudnn import CuDNN
 from megaspan.attention.flash2 import Flash2
 from megaspan.attention.flash4 import Flash4
 from megaspan.attention.kernel import Kernel, Scoring
+from megaspan.attention.layout import lay_out
+from megaspan.attention.mask import Mask
 from megaspan.attention.rehearsal import Call, Pause, StandIn, scratch_of, skip_attention, visible_pairs
 from megaspan.attention.seam import install
 from megaspan.attention.tiled import TiledMath
+from tests.gloo import run_ranks
 from tests.models import tiny
 
 GIB = 2**30
@@ -159,3 +165,33 @@ def test_a_pause_is_attention_but_no_longer_than_copies_need_it():
     assert pause.seconds(q, k, Scoring(1.0), False) == pytest.approx(operations / 1e12)
     slow = Pause(forward=1e9, backward=1e9, cycles=1e9)
     assert slow.seconds(q, k, Scoring(1.0), True) == pytest.approx(2 * q.nbytes / 40e9)
+
+
+def _over_ranks(rank: int, world: int, tokens: int, cp: bool) -> None:
+    ranks = RowRanks(cp=dist.group.WORLD) if cp else RowRanks(sp=dist.group.WORLD)
+    layout = lay_out([tokens], ranks.sizes[0], sp_size=ranks.sizes[1])
+    plan = ContextPlan.of(layout, Mask(), ranks, "cpu")
+    slots = layout.shard_tokens // ranks.sizes[1]
+    q, k, v, out, d_out = (torch.randn(slots, heads, 16) for heads in (4, 2, 2, 4, 4))
+    stand_in = StandIn(TiledMath())
+    began: list[str] = []
+
+    def seen(name):
+        inner = getattr(dist, name)
+        return patch.object(dist, name, lambda *given, **named: (began.append(name), inner(*given, **named))[1])
+
+    gather = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    with seen(gather), seen("all_to_all_single"):
+        got, lse = plan.attend(plan.start(q, k, v), Scoring(scale=1.0), kernels=(stand_in,))
+        going = plan.attend_backward(plan.start(q, k, v, out, d_out), lse, Scoring(scale=1.0), kernels=(stand_in,))
+        gradients = going.land()
+    assert [each.shape for each in (got, *gradients)] == [each.shape for each in (q, q, k, v)]
+    assert not any(bool(each.any()) for each in (got, *gradients)), "zeros everywhere"
+    assert stand_in.calls == [len(plan.calls)] * 2
+    assert (gather in began) == cp
+    assert "all_to_all_single" in began, "gradients or heads travel"
+
+
+def test_stand_ins_take_the_real_kernels_place_on_many_ranks():
+    """Every exchange runs; the kernels do not."""
+    run_ranks(2, [(_over_ranks, (40, True)), (_over_ranks, (40, False))])

@@ -353,6 +353,29 @@ def test_a_row_past_the_window_is_refused_before_any_byte_is_counted() -> None:
         plan_command(SFTConfig(max_length=8), H200)
 
 
+def test_what_training_would_refuse_is_refused_by_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.util
+
+    with pytest.raises(UserError, match="one token has nothing to train"):
+        plan(tokens=1)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "bitsandbytes" else find(name))
+    with pytest.raises(UserError, match="bitsandbytes, which is not installed"):
+        plan(optim="adamw_8bit")
+    assert plan(optim="adamw_8bit", machine=LAPTOP, memory_limit="80GiB").fits, "a GPU elsewhere has packages of its own"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True if name == "bitsandbytes" else find(name))
+    assert plan(optim="adamw_8bit").fits
+
+
+def test_what_the_host_has_for_layers_is_the_rest() -> None:
+    """States that lie there and the process are no layer's."""
+    made = plan(host_memory="100GiB", offload_optimizer=True)
+    others = [part.bytes for part in made.parts if part.place == "host" and not part.name.startswith(("layer", "attention"))]
+    assert sum(others) > 15 * GIB
+    assert made.host_for_layers == 100 * GIB - sum(others)
+    assert plan(host_memory="3GiB", tokens=8192).host_for_layers == 1, "0 would be no limit"
+
+
 def test_overrides_of_the_configuration_are_planned() -> None:
     made = plan(model_init_kwargs={"num_hidden_layers": 4, "rope_parameters": "auto"})
     assert made.model.layers == 4

@@ -239,7 +239,7 @@ def choose(
         device_bytes=used.device_bytes,
         device_needed=used.device_needed,
         host_bytes=used.host_bytes,
-        host_for_layers=max(0, limits.host - used.host_bytes + used.host_kept),
+        host_for_layers=max(1, limits.host - used.host_bytes + used.host_kept),
         device_limit=limits.device,
         host_limit=limits.host,
         limits_from=_limits_from(config, machine, gpu),
