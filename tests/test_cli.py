@@ -261,3 +261,10 @@ def test_version(capsys):
 def test_no_words_at_all_show_the_help(capsys):
     assert cli.main([]) == 2
     assert "megaspan train" in capsys.readouterr().out
+
+
+def test_evaluation_under_a_launcher_of_several_is_refused(monkeypatch, capsys):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["eval", "run"]) == 2
+    assert "evaluation runs on one device, and torchrun started 2 processes" in capsys.readouterr().err

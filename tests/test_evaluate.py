@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from megaspan.config import SFTConfig
 from megaspan.data import Row
-from megaspan.evaluate import evaluate_command, loss_by_position, position_bounds, render
+from megaspan.evaluate import _on_one_device, evaluate_command, loss_by_position, position_bounds, render
 from megaspan.human import UserError
 from megaspan.model import prepare
 from tests.models import save_model_folder, tiny
@@ -50,6 +50,21 @@ def test_each_bucket_is_the_mean_over_its_own_tokens(family):
             assert np.isnan(bucket.loss)
     assert buckets[1].tokens == 2  # positions 5 and 6 of the first row are masked; only 5 and 6 of the second count
     assert model.training
+
+
+@pytest.mark.parametrize("padding", [0, 3])
+def test_packed_documents_are_evaluated_each_for_itself(padding):
+    """A token of a packed row counts at its place in its document, and no document sees another."""
+    model = prepare(tiny("llama"), SFTConfig(max_length=64, allow_past_window=True))
+    lengths, bounds = (13, 1, 20), [0, 4, 12, 20]
+    rows = [row_of(length, seed=length) for length in lengths]
+    pad = np.zeros(padding, np.int64)
+    ids = np.concatenate([*(row.input_ids for row in rows), pad])
+    labels = np.concatenate([*(row.labels for row in rows), pad - 100])
+    packed = Row(ids, labels, lengths, padding, lengths)
+    for got, want in zip(loss_by_position(model, [packed], bounds), loss_by_position(model, rows, bounds), strict=True):
+        assert (got.start, got.stop, got.tokens) == (want.start, want.stop, want.tokens)
+        assert got.loss == pytest.approx(want.loss, rel=1e-5)
 
 
 def test_bounds_cover_the_row_in_whole_tokens():
@@ -103,3 +118,10 @@ def test_an_adapters_run_is_told_to_merge_first(tmp_path):
     (tmp_path / "config.yaml").write_text("max_length: 64\n")
     with pytest.raises(UserError, match="--merge"):
         evaluate_command(str(tmp_path), [])
+
+
+def test_the_sizes_of_training_are_said_and_left_out(capsys):
+    """A run on eight GPUs is evaluated on one: its loss does not depend on how it was split."""
+    config = SFTConfig(max_length=64, cp_size=4, dp_shard_size=2)
+    assert _on_one_device(config) == SFTConfig(max_length=64)
+    assert capsys.readouterr().err.startswith("evaluation runs on one device; dp_shard_size 2 × cp_size 4 is how training")

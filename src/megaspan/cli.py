@@ -270,6 +270,13 @@ def _whole_number(call: Call, name: str) -> int | None:
 def _one_process(call: Call) -> None:
     if (count := _whole_number(call, "nproc")) not in (None, 1):
         raise UserError("--nproc must be 1: evaluation runs on one device", got=count, do="Leave it out")
+    from megaspan import world
+
+    if (started := world.launch()).several:
+        raise UserError(
+            f"evaluation runs on one device, and {started.by} started {started.world_size} processes",
+            do="Type megaspan eval by itself",
+        )
 
 
 # Failures

@@ -9,8 +9,10 @@ working model exceeds it, so where the curve crosses that line the positions are
 from __future__ import annotations
 
 import math
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import torch
 import yaml
 
 from megaspan.config import SFTConfig, load_config
+from megaspan.config.parallel import OPTIONS
 from megaspan.data import Row, Rows, prepare_rows
 from megaspan.human import UserError, format_tokens
 from megaspan.layers.head import head_of
@@ -48,6 +51,8 @@ class Bucket:
 def loss_by_position(model: Any, rows: list[Row], bounds: list[int]) -> list[Bucket]:
     """Mean loss between consecutive `bounds`, over all `rows`; a token counts where it stands, not where it is predicted from.
 
+    In a row of packed documents, which see nothing of each other, that is its place in its document.
+
     Args:
         model: a prepared causal language model on its device.
         rows: rows of any length.
@@ -57,7 +62,7 @@ def loss_by_position(model: Any, rows: list[Row], bounds: list[int]) -> list[Buc
     sums, counts = np.zeros(len(bounds) - 1), np.zeros(len(bounds) - 1, dtype=np.int64)
     training = model.training
     model.eval()
-    for row in rows:
+    for row in (part for whole in rows for part in _stretches(whole)):
         ids = torch.from_numpy(row.input_ids)[None].to(where)
         positions = torch.arange(ids.shape[1], device=where)[None]
         hidden_tE = model.get_decoder()(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state[0]
@@ -75,6 +80,16 @@ def loss_by_position(model: Any, rows: list[Row], bounds: list[int]) -> list[Buc
         Bucket(start, stop, float(total / count) if count else math.nan, int(count))
         for (start, stop), total, count in zip(pairwise(bounds), sums, counts, strict=True)
     ]
+
+
+def _stretches(row: Row) -> Iterator[Row]:
+    """The documents of a packed row, which see nothing of each other, as rows of their own; any other row as it is."""
+    if len(row.attention_lengths) == 1:
+        yield row
+        return
+    ends = list(accumulate(row.attention_lengths))
+    for length, end in zip(row.attention_lengths, ends, strict=True):
+        yield Row(row.input_ids[end - length : end], row.labels[end - length : end], (length,))
 
 
 def position_bounds(longest: int, buckets: int = BUCKETS) -> list[int]:
@@ -97,11 +112,11 @@ def evaluate_command(what: str, flags: list[str]) -> dict[str, Any]:
         UserError: `what` is none of the three.
     """
     set_allocator()
-    config = _config_of(what, flags)
+    config = _on_one_device(_config_of(what, flags))
     loaded, rows = _load(config)
     model = prepare(loaded.model, config)
     chosen = [rows[number] for number in range(len(rows))]
-    buckets = loss_by_position(model, chosen, position_bounds(max(len(row.input_ids) for row in chosen)))
+    buckets = loss_by_position(model, chosen, position_bounds(max(max(row.attention_lengths) for row in chosen)))
     tokens = sum(bucket.tokens for bucket in buckets)
     loss = sum(bucket.loss * bucket.tokens for bucket in buckets if bucket.tokens) / tokens
     unigram = sum(rows.unigram_entropy(number) * len(row.input_ids) for number, row in enumerate(chosen))
@@ -137,6 +152,16 @@ def render(result: dict[str, Any]) -> str:
         lines.append(f"{place}  {span['loss']:7.3f}  {span['perplexity']:10.1f}{above}")
     lines.append(f"unigram entropy of the text: {result['unigram_entropy']:.3f} nats")
     return "\n".join(lines)
+
+
+def _on_one_device(config: SFTConfig) -> SFTConfig:
+    """The same without the sizes that a run is split by: they change nothing about the loss."""
+    split = {option: getattr(config, option) for option in OPTIONS if (getattr(config, option) or 1) > 1}
+    if not split:
+        return config
+    told = " × ".join(f"{option} {size}" for option, size in split.items())
+    print(f"evaluation runs on one device; {told} is how training is split", file=sys.stderr)
+    return config.replace(**{option: None if option == "dp_shard_size" else 1 for option in split})
 
 
 def _load(config: SFTConfig) -> tuple[Any, Rows]:

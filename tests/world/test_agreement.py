@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 
@@ -19,6 +20,7 @@ def test_one_process_agrees_with_itself():
     machine = Machine("CPU", 0, 7 * GIB, 3, "MemTotal")
     assert world.agree(machine) is machine
     world.same_everywhere("the plan", "abc")
+    assert (world.summed([1, 2.5]), world.largest([3])) == ([1, 2.5], [3])
 
 
 def _free_port() -> int:
@@ -35,6 +37,8 @@ def _rank(rank: int, port: int, size: int) -> None:
     # Rank 1 has the smaller GPU, rank 0 the smaller host.
     mine = Machine(f"GPU {rank}", (80 - 40 * rank) * GIB, (64 + 100 * rank) * GIB, 16 - rank, f"limit of {rank}")
     assert world.agree(mine) == Machine("GPU 1", 40 * GIB, 32 * GIB, 7, "limit of 0, for each of 2 ranks", 2)
+    assert world.summed([1, 0.1 * (rank + 1), -rank]) == [2.0, math.fsum([0.1, 0.2]), -1.0]
+    assert world.largest([rank, -rank]) == [1.0, 0.0]
     agreement.node = lambda: f"node {rank}"
     assert world.agree(mine) == Machine("GPU 1", 40 * GIB, 64 * GIB, 15, "limit of 0")
     for digest in ("", "abc", "a" * 300, "Größe"):

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from megaspan.world import heartbeat
+from megaspan.world import Heartbeat, heartbeat
 from megaspan.world.agreement import node
 from megaspan.world.deaths import find_death
 from megaspan.world.failure import report_failure
@@ -196,3 +196,51 @@ def test_this_process_is_alive_and_says_where_it_is():
     where, waits = location()
     assert "heartbeat.py" in where or "test_heartbeat.py" in where
     assert not waits
+
+
+def test_a_second_trainer_of_the_same_processes_is_watched_anew(meet):
+    """What the first has written, its end included, is no news of the second; an exit code ends both."""
+    hearts, ended, started = meet(2)
+    threads = [threading.Thread(target=heart.close) for heart in hearts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    again = [Heartbeat(launch, FAST, lambda code, rank=launch.rank: ended.__setitem__(rank, code)) for launch in started]
+    try:
+        for heart in again:
+            heart.beat("forward layer 1")
+        assert again[1].boundary(15) is None
+        until(lambda: all(heart._frozen is not None for heart in again))
+        stops = [threading.Thread(target=lambda heart=heart: [heart.boundary(None) for _ in range(2)]) for heart in again]
+        for thread in stops:
+            thread.start()
+        for thread in stops:
+            thread.join(10)
+        assert [heart.stopped for heart in again] == [True, True]
+        assert ended == [None, None]
+        report_failure(1, ["a fault"], environ=environ(started[0]))
+        until(lambda: ended[1] == 1)
+    finally:
+        part(again)
+
+
+def test_the_first_of_a_machine_works_before_the_others(meet):
+    hearts, _, _ = meet(3)
+    order: list[int] = []
+
+    def work(rank: int) -> None:
+        if rank == 0:
+            time.sleep(0.3)
+        order.append(rank)
+
+    threads = [
+        threading.Thread(target=heart.in_turn, args=("rows", rank == 0, lambda rank=rank: work(rank)))
+        for rank, heart in reversed(list(enumerate(hearts)))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert order[0] == 0
+    assert sorted(order) == [0, 1, 2]
