@@ -116,7 +116,8 @@ def head_mask(step_seed: int, adapter: int, first_token: int | Tensor, input_nE:
         input_nE: the input, in fp32 at least.
         p: probability that an entry is dropped.
     """
-    kept_nE = counter_mask(step_seed, -1, f"head {adapter}", first_token, *input_nE.shape, p, input_nE.device)
+    rows, channels = input_nE.shape
+    kept_nE = counter_mask(step_seed, -1, f"head {adapter}", first_token, rows, channels, p, input_nE.device)
     return kept_nE.to(input_nE.dtype) / (1 - p)
 
 
