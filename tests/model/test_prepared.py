@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megaspan.human import UserError
+from megaspan.layers.shards import computes_in
 from megaspan.model import LongOutput, levers, prepare, unprepare
 from tests.model.support import plan, settings, step
 from tests.models import FAMILIES, assert_same_gradients, batch, tiny, tiny_config
@@ -48,6 +49,16 @@ def test_bf16_is_as_near_to_fp32_as_the_plain_model(family: str) -> None:
         assert loss == pytest.approx(want_loss, rel=2e-2)
         distances.append(sum(float((gradients[name].float() - want[name]).square().sum()) for name in want) ** 0.5)
     assert distances[1] <= 1.5 * distances[0]
+
+
+def test_kernels_are_chosen_and_proven_for_what_masters_are_gathered_in() -> None:
+    """Sharded weights are fp32 masters, which no fast kernel computes in; a case in fp32 proves nothing about bf16."""
+    model = tiny("qwen3")
+    for parameter in model.parameters():
+        computes_in(parameter, torch.bfloat16)
+    placed = levers(prepare(model, settings(), plan()))
+    assert placed is not None
+    assert "bfloat16" in placed.kernel.reason
 
 
 @pytest.mark.parametrize("loss_type", ["chunked_nll", "nll"])

@@ -256,7 +256,9 @@ def _install(model: PreTrainedModel, args: SFTConfig, plan: Plan, settings: Sett
     before = proof.reference(model)
     state = None
     try:
-        kernel = install(model, packed=args.packing and args.packing_strategy == "bfd", sp_size=args.sp_size)
+        # A rank's part of a row is made of segments too.
+        packed = args.cp_size > 1 or (args.packing and args.packing_strategy == "bfd")
+        kernel = install(model, dtype=compute_dtype(next(model.parameters())), packed=packed, sp_size=args.sp_size)
         proof.prove_attention(model, before)
         state = Levers(args, plan, settings, kernel, head.describe(), on_layer=on_layer)
         if plan.checkpoint:
