@@ -84,6 +84,8 @@ def test_whole_documents_share_rows_and_see_only_themselves(tmp_path: Path) -> N
     joined = prepare(tmp_path, ["abcde", "fg", "hijk", "l"])
     assert [row.attention_lengths for row in joined] == [(8,), (8,)]
     assert joined.fingerprint != rows.fingerprint
+    assert (rows.packed, joined.packed) == (True, False)
+    assert not prepare(tmp_path, ["abcdefghijk", "fg"], packing=False).packed
     assert "sees only itself" not in show_row(joined[0], Digits())
 
 

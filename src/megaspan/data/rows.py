@@ -99,6 +99,11 @@ class Rows:
     def __len__(self) -> int:
         return len(self.lengths)
 
+    @property
+    def packed(self) -> bool:
+        """Whether a row holds several stretches that attend only to themselves."""
+        return self._separate and len(self._store.segments) > len(self)
+
     def __getitem__(self, index: int) -> Row:
         row, starts = self._cut(index)
         masked = row >= MASKED

@@ -37,6 +37,7 @@ from megaspan.model import (
     unwrap,
     wrap_lora,
 )
+from megaspan.model.kinds import refuse_shared_rows
 from megaspan.model.shard import shard
 from megaspan.model.sharded import load_sharded
 from megaspan.optimizer import check_optim
@@ -107,6 +108,8 @@ def set_up(
         seconds["disk speed"] = placed.disk.seconds
         seconds["levers"] -= placed.disk.seconds
     share = Share.of(loaded.model, device, ranks.mesh, axes, together)
+    if share.shares_rows or together > 1 or any(found.packed for found in (rows, eval_rows) if found is not None):
+        refuse_shared_rows(loaded.model)
     with _timed(seconds, "pin"):
         placed.reserve(loaded.model, _most_slots(share, rows))
     return Job(args, loaded, rows, eval_rows, plan, ranks, share, seconds)
