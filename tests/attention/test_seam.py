@@ -178,6 +178,16 @@ def test_a_rows_context_takes_one_row_at_a_time():
         model.model(batch(9, rows=2)["input_ids"], megaspan_row=row)
 
 
+def test_a_window_is_compared_with_the_whole_row_where_a_rank_has_less():
+    """Five of a row's forty tokens: that a mask of eight and a layer without a window disagree shows in the row alone."""
+    model = tiny("qwen3")
+    install(model)
+    q, k = torch.zeros(1, 4, 5, 16), torch.zeros(1, 2, 5, 16)
+    row = RowContext(lay_out([40], 1), RowRanks(), "cpu")
+    with pytest.raises(UserError, match="disagree about the window"):
+        seam_module.attention(model.model.layers[0].self_attn, q, k, k, torch.tensor(8), megaspan_row=row)
+
+
 def test_the_work_of_a_model_is_counted_by_its_layers():
     """Windows that a family keeps in its configuration too; a token's linear layers in pairs of a query and a key."""
     assert work_of(tiny("gemma3", layers=3)).layers == {Mask(window=8): 2, Mask(): 1}
