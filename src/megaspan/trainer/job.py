@@ -10,6 +10,7 @@ import dataclasses
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,7 @@ class Job:
         """Prints a line, on the rank that speaks."""
         say(self.ranks, text)
 
-    @property
+    @cached_property
     def layer_patience(self) -> float:
         """Seconds within which a layer of the longest row has surely begun and ended."""
         flops = model_flops(self.facts, self.plan.tokens, frozen=self.frozen)
