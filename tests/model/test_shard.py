@@ -224,6 +224,19 @@ def weights_without_gradients_are_not_reduced(rank: int, world: int) -> None:
     assert all((parameter.grad is not None) == ("lora" in name) for name, parameter in model.named_parameters())
 
 
+def the_embedding_is_not_held_to_the_end_of_the_backward(rank: int, world: int) -> None:
+    model = tiny("qwen3", tied=True)
+    shard(model, mesh_of(world), masters=True, compute=torch.float32)
+    embedding = model.get_input_embeddings()
+    found = embedding(torch.tensor([[1, 5, 1]]))
+    leaf = found.grad_fn.next_functions[0][0].variable
+    assert leaf.shape[0] == model.config.vocab_size
+    assert leaf.untyped_storage().nbytes() == 0
+    found.sum().backward()
+    gradient = embedding.weight.grad.full_tensor()
+    assert [float(gradient[word].mean()) for word in (1, 5, 2)] == [2 * world, world, 0]
+
+
 def a_step_that_was_broken_off_leaves_shards(rank: int, world: int) -> None:
     model = tiny("qwen3", layers=2)
     shard(model, mesh_of(world), masters=True, compute=torch.float32)
@@ -388,6 +401,7 @@ def test_two_ranks(tmp_path, monkeypatch):
             (states_may_lie_anywhere, ("gpt_oss", {"num_attention_heads": 1, "num_key_value_heads": 1})),  # one sink
             (pure_bf16, ()),
             (weights_without_gradients_are_not_reduced, ()),
+            (the_embedding_is_not_held_to_the_end_of_the_backward, ()),
             (a_step_that_was_broken_off_leaves_shards, ()),
             (random_weights_are_those_of_one_device, ("gemma3", True, torch.bfloat16)),
             (random_weights_are_those_of_one_device, ("gpt_oss", False, torch.float32)),
