@@ -110,11 +110,7 @@ def gathered_weights(facts: ModelFacts, s: Settings) -> list[Part]:
     if s.ranks.shard == 1:
         return []
     layer, c = max(facts.layer_parameters), s.compute_bytes
-    parts = [Part("weights of two layers, gathered", 2 * layer * c, s.place, f"2 x {layer:,} x {c} B: this one, the next")]
-    if not s.adapter:
-        # Its graph holds it until the backward has come down to it.
-        parts.append(Part("embedding, gathered", facts.head_parameters * c, s.place, f"V x E x {c} B"))
-    return parts
+    return [Part("weights of two layers, gathered", 2 * layer * c, s.place, f"2 x {layer:,} x {c} B: this one, the next")]
 
 
 def gathered_head(facts: ModelFacts, s: Settings) -> list[Part]:
