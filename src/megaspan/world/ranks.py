@@ -19,6 +19,7 @@ from megaspan.world.devices import device
 from megaspan.world.failure import exit_once
 from megaspan.world.heartbeat import Heartbeat, Limits
 from megaspan.world.launched import launch
+from megaspan.world.threads import wait_for_threads
 
 if TYPE_CHECKING:
     import torch
@@ -106,6 +107,7 @@ class Ranks:
 
         if dist.is_initialized() and not self.heart.failed:
             dist.destroy_process_group()
+        wait_for_threads()
 
 
 def join(config: SFTConfig, limits: Limits | None = None) -> Ranks:
