@@ -95,7 +95,7 @@ def over_ranks(row: Row, x: Tensors, cp: int, sp: int, ranks: RowRanks, work: Wo
     for number, sink in enumerate(sinks):
         coming = start(number + 1)
         out, lse = plan.attend(started, scoring, sink)
-        outs.append(out)
+        outs.append(out.land())
         lses.append(lse)
         started = coming
     started = start(0, outs)

@@ -182,7 +182,8 @@ def _over_ranks(rank: int, world: int, tokens: int, cp: bool) -> None:
 
     gather = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
     with seen(gather), seen("all_to_all_single"):
-        got, lse = plan.attend(plan.start(q, k, v), Scoring(scale=1.0), kernels=(stand_in,))
+        on_its_way, lse = plan.attend(plan.start(q, k, v), Scoring(scale=1.0), kernels=(stand_in,))
+        got = on_its_way.land()
         going = plan.attend_backward(plan.start(q, k, v, out, d_out), lse, Scoring(scale=1.0), kernels=(stand_in,))
         gradients = going.land()
     assert [each.shape for each in (got, *gradients)] == [each.shape for each in (q, q, k, v)]

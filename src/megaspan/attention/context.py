@@ -9,7 +9,7 @@ the exchange of the next group is begun before this one is attended:
     started = row.start(q, k, v)                                            # group 0
     for each group:
         coming = row.start(q, k, v) of the next group
-        out, lse = row.attend(started, scoring, sink_H, kernels)
+        out, lse = row.attend(started, scoring, sink_H, kernels)            # out.land() after the next group's
         started = coming
 
     started = row.start(q, k, v, out, d_out)                                # backward: keys are brought again, not kept
@@ -35,7 +35,7 @@ from torch import Tensor
 from megaspan.attention.attend import backward_with, forward_with, settle
 from megaspan.attention.choose import KERNELS
 from megaspan.attention.gather import Gather
-from megaspan.attention.groupway import Going, Gradients, Started, Two, apart, only
+from megaspan.attention.groupway import Going, Gradients, Started, Two, only
 from megaspan.attention.heads import to_heads, to_tokens
 from megaspan.attention.kernel import Kernel, Scoring
 from megaspan.attention.layout import TokenLayout
@@ -130,24 +130,19 @@ class ContextPlan:
         if not q_tHD.shape[0] * ranks == k_tGD.shape[0] * ranks == self.slots:
             raise ValueError(f"{q_tHD.shape[0]} queries and {k_tGD.shape[0]} keys for a part of {self.slots // ranks} slots")
         split = HeadSplit(q_tHD.shape[1], k_tGD.shape[1], ranks)
-        q = OnTheWay(q_tHD)
-        kv: Two = k_tGD, v_tGD
+        kv: Two = self._to_heads(k_tGD, split.replicas), self._to_heads(v_tGD, split.replicas)
+        q = self._to_heads(q_tHD)
         outputs: Two | None = None
         if out_tHD is not None and d_out_tHD is not None:
-            both = out_tHD, d_out_tHD.to(out_tHD.dtype)
-            outputs = both if sp is None else to_heads(both, sp)
-        if sp is not None:
-            kv, q = to_heads((k_tGD, v_tGD), sp, split.replicas), to_heads((q_tHD,), sp).after(only)
-        pool = None
-        if self.exchanges:
-            kv = apart(kv)  # with sp the device waits here for the heads: they are this exchange's input
-            pool = self.gather.bring(*kv)
+            outputs = self._to_heads(out_tHD), self._to_heads(d_out_tHD.to(out_tHD.dtype))
+        # With sp the device waits here for the heads: they are this exchange's input.
+        pool = self.gather.bring(kv[0].land(), kv[1].land()) if self.exchanges else None
         return Started(split, q, kv, pool, outputs)
 
     def attend(
         self, started: Started, scoring: Scoring, sink_H: Tensor | None = None, kernels: tuple[Kernel, ...] = KERNELS
-    ) -> tuple[Tensor, Tensor]:
-        """Attention of a head group.
+    ) -> tuple[OnTheWay, Tensor]:
+        """Attention of a head group; with sp its output is on its way to the tokens' ranks.
 
         Args:
             started: from `start`.
@@ -172,9 +167,7 @@ class ContextPlan:
                 whole[0][rows], whole[1][:, rows] = part
             del part, k, v
         out, lse = whole or self._empty(q)
-        if self.ranks.sp is not None:
-            out = to_tokens(out[:, None], self.ranks.sp).after(only).land()
-        return out, lse
+        return self._to_tokens(out), lse
 
     def attend_backward(
         self,
@@ -207,19 +200,18 @@ class ContextPlan:
             )
             if d_sink is not None and d_sink_part is not None:
                 d_sink += d_sink_part
-            if self._alone and sp is None:
-                return Going(d_sink, OnTheWay(parts[0]), (parts[1], parts[2]), None, None, split)
+            if self._alone:
+                # Ranks that share a KV head add up what they send.
+                whole = [part.to(sums) if split.replicas > 1 else part for part in parts[1:]]
+                dk, dv = (self._to_tokens(part, split.replicas) for part in whole)
+                return Going(self._all_sinks(split, d_sink), self._to_tokens(parts[0]), (dk, dv), None, sp, split)
             into = into or self._no_gradients(q, k, split, sums)
             into.add(call, self.keys, *parts)
             del parts, k, v
         into = into or self._no_gradients(q, started.own()[0], split, sums)
         home = None if into.d_pool is None else self.gather.take_home(into.d_pool)
-        dq, d_kv = OnTheWay(into.dq), OnTheWay(into.d_kv)
-        if sp is not None:
-            dq = to_tokens(into.dq[:, None], sp).after(only)
-            if home is None:
-                d_kv = to_tokens(into.d_kv, sp, split.replicas)
-        return Going(self._all_sinks(split, d_sink), dq, d_kv, home, sp, split)
+        d_kv = OnTheWay(into.d_kv) if sp is None or home is not None else to_tokens(into.d_kv, sp, split.replicas)
+        return Going(self._all_sinks(split, d_sink), self._to_tokens(into.dq), d_kv, home, sp, split)
 
     def _calls(self, started: Started) -> Iterator[tuple[Call, Segments, Tensor, Tensor]]:
         """The calls with their keys and values; what has been brought is waited for when the first call wants it."""
@@ -262,6 +254,14 @@ class ContextPlan:
     def _check(self, scoring: Scoring) -> None:
         if (scoring.window or None) != self.mask.window:
             raise ValueError(f"a layer with a window of {scoring.window}, and a plan for one of {self.mask.window}")
+
+    def _to_heads(self, x_tHD: Tensor, replicas: int = 1) -> OnTheWay:
+        """This rank's heads of all tokens of the shard."""
+        return OnTheWay(x_tHD) if self.ranks.sp is None else to_heads((x_tHD,), self.ranks.sp, replicas).after(only)
+
+    def _to_tokens(self, x_THD: Tensor, replicas: int = 1) -> OnTheWay:
+        """All heads of this rank's tokens."""
+        return OnTheWay(x_THD) if self.ranks.sp is None else to_tokens(x_THD[:, None], self.ranks.sp, replicas).after(only)
 
     def _own_heads(self, heads: int) -> slice:
         """The query heads of a group that this rank attends."""

@@ -17,8 +17,8 @@ from megaspan.attention.onway import OnTheWay
 from megaspan.attention.slices import Call
 from megaspan.attention.ulysses import HeadSplit
 
-Two: TypeAlias = tuple[Tensor, Tensor] | OnTheWay
-"""Two tensors, or both of them travelling together, [tokens, 2, heads, D]."""
+Two: TypeAlias = tuple[OnTheWay, OnTheWay]
+"""Each on its own: two that travel together would be copied apart when they arrive."""
 
 
 @final
@@ -35,15 +35,14 @@ class Started:
 
     def own(self) -> tuple[Tensor, Tensor]:
         """Keys and values of this rank's own shard, [slots, G, D] each."""
-        self._kv = apart(self._kv)
-        return self._kv
+        return self._kv[0].land(), self._kv[1].land()
 
     def outputs(self) -> tuple[Tensor, Tensor]:
         """Attention's output and its gradient [slots, H, D], once."""
         if self._outputs is None:
             raise ValueError("this head group was started without attention's output and its gradient")
         outputs, self._outputs = self._outputs, None
-        return apart(outputs)
+        return outputs[0].land(), outputs[1].land()
 
     def pool(self) -> Tensor:
         """What was brought, once: the memory is the caller's."""
@@ -86,7 +85,7 @@ class Going:
 
     d_sink_H: Tensor | None
     _dq: OnTheWay
-    _d_kv: OnTheWay | tuple[Tensor, Tensor]
+    _d_kv: OnTheWay | Two
     _home: OnTheWay | None
     _sp: dist.ProcessGroup | None
     _split: HeadSplit
@@ -95,7 +94,8 @@ class Going:
         """dq [t, H, D], dk and dv [t, G, D] of this rank's tokens, in q's dtype, once. All ranks call it."""
         dq = self._dq.land()
         if not isinstance(self._d_kv, OnTheWay):
-            return dq, *self._d_kv
+            dk, dv = (part.land() for part in self._d_kv)
+            return dq, dk.to(dq.dtype), dv.to(dq.dtype)
         d_kv, sp = self._d_kv.land(), self._sp
         if self._home is not None:
             home = self._home.land()
@@ -110,11 +110,3 @@ class Going:
 def only(x_T1HD: Tensor) -> Tensor:
     """A tensor that travelled alone."""
     return x_T1HD[:, 0]
-
-
-def apart(pair: Two) -> tuple[Tensor, Tensor]:
-    """Two tensors that travelled together, each with memory of its own: kernels are proven with that."""
-    if isinstance(pair, OnTheWay):
-        first, second = pair.land().unbind(1)
-        return first.contiguous(), second.contiguous()
-    return pair

@@ -47,7 +47,8 @@ class _AttendRow(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, plan: ContextPlan, *options: Any) -> Tensor:
         ctx.plan, ctx.options = plan, options
-        out, lse = plan.attend(plan.start(q, k, v), options[0], sink, options[1])
+        on_its_way, lse = plan.attend(plan.start(q, k, v), options[0], sink, options[1])
+        out = on_its_way.land()
         ctx.save_for_backward(q, k, v, out, lse, sink)
         return out
 

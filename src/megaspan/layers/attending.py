@@ -16,6 +16,7 @@ from torch import Tensor
 from megaspan.attention import AttentionCall
 from megaspan.attention.attend import backward_with, forward_with, settle
 from megaspan.attention.context import ContextPlan
+from megaspan.attention.onway import OnTheWay
 
 
 class Landing(Protocol):
@@ -53,13 +54,14 @@ class Attending:
         else:
             self._started = context.start(q, k, v, out, d_out)
 
-    def forward(self) -> tuple[Tensor, Tensor]:
+    def forward(self) -> tuple[OnTheWay, Tensor]:
         """Attention's output [t, heads, D] and its log-sum-exp, of the heads that this rank attended [heads, slots]."""
         if self._context is not None:
             return self._context.attend(self._started, self._scoring, self._sink, self._kernels)
         q, k, v, *_ = self._here
         kernel, scoring = settle(q, k, v, self._scoring, kernels=self._kernels)
-        return forward_with(kernel, q, k, v, self._sink, scoring)
+        out, lse = forward_with(kernel, q, k, v, self._sink, scoring)
+        return OnTheWay(out), lse
 
     def backward(self) -> Landing:
         """The gradients, from what was kept."""
@@ -86,6 +88,31 @@ def one_ahead(groups: int, begin: Callable[[int], Attending], context: ContextPl
         coming = begin(number + 1) if exchanges and number + 1 < groups else None
         yield number, now
         del now
+
+
+def attended(
+    groups: int, begin: Callable[[int], Attending], context: ContextPlan | None, ready: Callable[[int], None]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Output [t, heads, D] and log-sum-exp of each head group in turn; `ready(number)` is called before it is attended.
+
+    An output that travels to its tokens' ranks does so while the next group is attended, and is given one group late. Whoever
+    iterates lets go of a group before asking for the next one.
+    """
+    coming: list[tuple[OnTheWay, Tensor]] = []
+    late = 1 if context is not None and context.ranks.sp is not None else 0
+    for number, now in one_ahead(groups, begin, context):
+        ready(number)
+        coming.append(now.forward())
+        del now
+        if len(coming) > late:
+            yield _arrived(coming)
+    while coming:
+        yield _arrived(coming)
+
+
+def _arrived(coming: list[tuple[OnTheWay, Tensor]]) -> tuple[Tensor, Tensor]:
+    out, lse = coming.pop(0)
+    return out.land(), lse
 
 
 @dataclass(frozen=True, eq=False)

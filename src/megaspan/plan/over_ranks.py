@@ -69,7 +69,8 @@ def forward_group(facts: ModelFacts, s: Settings) -> list[Part]:
     g, c = group_of(facts, s, heads_a_call(facts, s)), s.compute_bytes
     each = (g.q + g.kv) * (1 + g.several)
     if s.ranks.sp > 1:
-        each += g.q + g.kv + 2 * g.q  # both ends of what travels to the heads; output on its way home, and in order
+        # Both ends of what travels to the heads; the output of the group before on its way home, and in order.
+        each += g.q + g.kv + 3 * g.q
     if g.pool:
         each += g.kv  # keys and values side by side, as they are sent
     parts = [Part("one layer: q, k, v", c * each, s.place, _both(g, "q, k, v"))]
