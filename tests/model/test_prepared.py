@@ -12,6 +12,7 @@ import torch
 from megaspan.human import UserError
 from megaspan.layers.shards import computes_in
 from megaspan.model import LongOutput, levers, prepare, unprepare
+from tests import models
 from tests.model.support import plan, settings, step
 from tests.models import FAMILIES, assert_same_gradients, batch, tiny, tiny_config
 
@@ -59,6 +60,27 @@ def test_kernels_are_chosen_and_proven_for_what_masters_are_gathered_in() -> Non
     placed = levers(prepare(model, settings(), plan()))
     assert placed is not None
     assert "bfloat16" in placed.kernel.reason
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("first", [1, 2])
+def test_layers_below_all_trained_ones_have_no_backward(family: str, first: int) -> None:
+    """Frozen lower layers (or LoRA on upper ones): nothing is kept of them, and two rows may be on their way at once."""
+    more = {"output_router_logits": True} if family == "qwen3_moe" else {}
+    found = []
+    for prepared in (False, True):
+        model = tiny(family, layers=3, **more)
+        for part in (model.model.embed_tokens, *model.model.layers[:first]):
+            part.requires_grad_(False)
+        if prepared:
+            prepare(model, settings(), plan(checkpoint=True, offload=True))
+        first_row, second_row = (model(**batch(LENGTH, seed=seed)).loss for seed in (0, 1))
+        second_row.backward()
+        first_row.backward()
+        found.append((float(first_row.detach()), models.gradients(model)))
+    (want_loss, want), (got_loss, got) = found
+    assert got_loss == pytest.approx(want_loss, rel=1e-6)
+    assert_same_gradients(got, want, 1e-4 if family == "qwen3_moe" else 1e-5)
 
 
 @pytest.mark.parametrize("loss_type", ["chunked_nll", "nll"])

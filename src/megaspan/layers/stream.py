@@ -11,8 +11,7 @@ Here the layer keeps its input `x`, attention's output `O` and its log-sum-exp (
   graph, back through it. The gradient of `x` is built in the memory of the incoming one where nobody else holds it.
 
 Each tile's graph is torch's own over the live modules, so adapters, biases, frozen weights and any activation need no formula.
-Source: the tiling of token-wise work is that of ALST (arXiv 2506.13996), head groups that of UPipe (untied Ulysses), keeping O
-that of FlashAttention.
+Sources: tiles of ALST (arXiv 2506.13996), head groups of UPipe (untied Ulysses), keeping O of FlashAttention.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from megaspan.attention import AttentionCall
 from megaspan.attention.context import ContextPlan, RowContext
 from megaspan.attention.heads import kv_heads_a_call
 from megaspan.attention.mask import Mask
-from megaspan.layers.attending import Attending, Landing, one_ahead
+from megaspan.layers.attending import Attending, Landing, attended, one_ahead
 from megaspan.layers.balance import Balance
 from megaspan.layers.dropout import DropoutHandle
 from megaspan.layers.family import Family, after, attention_trains, before
@@ -140,8 +139,12 @@ class LayerRun:
         return y_BTE
 
     def without_gradients(self, x_BTE: Tensor, stores: Stores) -> Tensor:
-        """The layer's output in an evaluation, of which nothing is kept."""
-        return self._settled(x_BTE).forward(x_BTE, Kept(stores, True), None)
+        """Its output where nobody wants a gradient (evaluation, frozen layers below all trained ones): nothing is kept."""
+        run = self._settled(x_BTE)
+        y_BTE = run.forward(x_BTE, Kept(stores, True), None)
+        if self.balance is not None and run.routing is not None and run.routing.sums is not None:
+            run.routing.report(self.balance, run.routing.sums.probabilities_X)
+        return y_BTE
 
     def _settled(self, x_BTE: Tensor) -> LayerRun:
         """With what is known once its input is there."""
@@ -312,14 +315,15 @@ class LayerRun:
         def begin(number: int) -> Attending:
             return Attending(self._projected(x, cuts, self.groups[number]), self.context)
 
-        for number, now in one_ahead(len(self.groups), begin, self.context):
+        def ready(number: int) -> None:
             if number == 0 or not stays:
                 kept.stores.land()  # what the layer before keeps is on the host by now
-            out, lse = now.forward()
+
+        for out, lse in attended(len(self.groups), begin, self.context, ready):
             if place is not None:
                 kept.keep_output(out[None], lse[None], place)
             outs += [out[None]] if stays else []
-            del now, out, lse
+            del out, lse
         self.counts.forwards += 1
         if not stays:
             kept.stores.land()

@@ -306,9 +306,9 @@ class Streaming:
             self._stores = Stores(device, self._host_limit, self._shares(), self._disk, self._groups())
         return self._stores
 
-    def _tape_at(self, index: int, device: torch.device) -> Tape:
-        """The tape of the forward that runs; the first streamed layer begins a new one."""
-        tape = None if self._tape is None or index == self._streamed()[0] else self._tape()
+    def _tape_at(self, device: torch.device) -> Tape:
+        """The tape of the forward that runs; the first layer with a gradient begins a new one."""
+        tape = None if self._tape is None else self._tape()
         if tape is None:
             tape = Tape(self._policy, self._stores_on(device), self.plan.stream_back)
             self._tape = weakref.ref(tape)  # the graph holds it: with the graph goes what it keeps
@@ -350,7 +350,11 @@ class Streaming:
             router=self._routers.get(index) if trains else None,
             balance=self._balance,
         )
-        return run(x, self._tape_at(index, x.device)) if trains else run.without_gradients(x, self._stores_on(x.device))
+        if index == self._streamed()[0]:
+            self._tape = None
+        if trains and (run.wants_x or run.parameters):
+            return run(x, self._tape_at(x.device))
+        return run.without_gradients(x, self._stores_on(x.device))
 
     def _watching(self, index: int, layer: Any) -> AbstractContextManager[None]:
         """Around a streamed layer's call that is passed on; without gradients `balancing` watches."""

@@ -291,6 +291,8 @@ class Tape:
             if self._by_tiles:
                 self.stores.land()
         for before in range(index - 1, max(index - 3, -1), -1):
+            if self._forwards[before] is None:
+                break  # frozen layers below all trained ones have no backward
             self._recall(before)
             if before == index - 1:
                 self._kept[before].prefetch()
