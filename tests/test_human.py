@@ -112,3 +112,7 @@ def test_every_extra_named_in_an_error_exists():
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
     assert set(_EXTRAS.values()) <= set(project["project"]["optional-dependencies"])
     assert missing_extra("torch") is None
+
+
+def test_lines_to_paste_get_no_full_stop():
+    assert str(UserError("x", do="Paste one of these:\n  a: true")) == "x. Paste one of these:\n  a: true"

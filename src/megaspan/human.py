@@ -42,7 +42,8 @@ class UserError(Exception):
             parts.append(f"allowed: {allowed.rstrip('.')}")
         sentence = "; ".join(parts) + "."
         if do:
-            sentence += " " + (do if do.endswith(("?", "!")) else do.rstrip(".") + ".")
+            # Lines to paste stay as they are: `true.` is no value.
+            sentence += " " + (do if do.endswith(("?", "!")) or "\n" in do else do.rstrip(".") + ".")
         super().__init__(sentence)
 
     def at(self, place: str) -> UserError:

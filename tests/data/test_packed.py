@@ -281,3 +281,26 @@ def test_joined_rows_see_nothing_of_each_other(tmp_path: Path) -> None:
     assert rows[0].labels.tolist() == [1, 2, 3, IGNORED]
     alone = join(rows[2:])
     assert (alone.input_ids.tolist(), alone.attention_lengths, alone.padding) == ([7, 8, 0, 0], (2,), 2)
+
+
+@pytest.mark.parametrize("form", ["list", "jsonl"])
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_column_that_the_first_record_lacks_is_not_lost(tmp_path: Path, form: str, first: int) -> None:
+    """Which record comes first decides nothing: documents of a later one would see each other, and masked tokens be trained."""
+    plain = {"input_ids": [11, 12, 13, 14, 15, 16]}
+    rich = plain | {"position_ids": [0, 1, 2, 0, 1, 2], "labels": [-100, 12, -100, -100, 15, 16]}
+    records = [plain, rich] if first == 0 else [rich, plain]
+    data: Any = records
+    if form == "jsonl":
+        data = str(tmp_path / "rows.jsonl")
+        Path(data).write_text("".join(json.dumps(record) + "\n" for record in records))
+    rows = prepare(tmp_path / "rows", data, packing=False, max_length=16)
+    found = {rows[number].attention_lengths: rows[number].labels.tolist() for number in range(2)}
+    assert found == {(6,): [IGNORED, 12, 13, 14, 15, 16], (3, 3): [IGNORED, 12, IGNORED, IGNORED, 15, 16]}
+
+
+def test_positions_of_one_document_are_no_packed_row(tmp_path: Path) -> None:
+    record = {"input_ids": [11, 12, 13], "position_ids": [0, 1, 2]}
+    assert prepare(tmp_path, [record, record], max_length=6)[0].attention_lengths[0] >= 3
+    with pytest.raises(UserError, match="jump to -1 at token 0"):
+        prepare(tmp_path, [record | {"position_ids": [-1, 0, 1]}], packing=False, max_length=6)

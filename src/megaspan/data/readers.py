@@ -145,12 +145,16 @@ class JsonLines(Source):
         if not isinstance(record, dict):
             raise UserError(f"{place} holds {type(record).__name__}", allowed="one JSON object a line")
         if self._renderer is None:
-            self._renderer = choose_renderer(list(record), self._columns, self._text_field, self.name)
+            self._renderer = choose_renderer(list(record), self._columns, self._text_field, self.name, more=True)
         return self._renderer.render(record, place)
 
 
-def choose_renderer(existing: Sequence[str], wanted: Sequence[str] | None, text_field: str, name: str) -> Renderer:
+def choose_renderer(
+    existing: Sequence[str], wanted: Sequence[str] | None, text_field: str, name: str, *, more: bool = False
+) -> Renderer:
     """The renderer for a dataset with the columns `existing`, of which the user wants some or (None) all.
+
+    With `more`, later records may have further columns.
 
     Raises:
         UserError: a wanted column is not there, or none holds text or ids.
@@ -158,4 +162,4 @@ def choose_renderer(existing: Sequence[str], wanted: Sequence[str] | None, text_
     missing = [column for column in wanted or () if column not in existing]
     if missing:
         raise UserError(f"{name} has no column {missing[0]!r}, which columns asks for", allowed=", ".join(existing))
-    return render_records(list(wanted or existing), text_field, name)
+    return render_records(list(wanted or existing), text_field, name, more=more and not wanted)

@@ -56,8 +56,14 @@ class Renderer:
     render: Callable[[Mapping[str, Any], str], Document]
 
 
-def render_records(columns: Sequence[str], text_field: str, place: str) -> Renderer:
+def render_records(columns: Sequence[str], text_field: str, place: str, *, more: bool = False) -> Renderer:
     """Chooses the renderer for a dataset with these columns.
+
+    Args:
+        columns: of the dataset, or of its first record.
+        text_field: the column that the user named.
+        place: for messages.
+        more: later records may have further columns: masks and positions are looked for in each.
 
     `input_ids` wins over the default `text` column, as in TRL; a text column that the user named wins over `input_ids`.
 
@@ -67,8 +73,8 @@ def render_records(columns: Sequence[str], text_field: str, place: str) -> Rende
     if text_field in columns and ("input_ids" not in columns or text_field != "text"):
         return Renderer((text_field,), lambda record, where: _text(record, text_field, where))
     if "input_ids" in columns:
-        packed = tuple(column for column in PACKED_COLUMNS if column in columns)
-        masks = tuple(column for column in (*MASK_COLUMNS, "attention_mask") if column in columns)
+        packed = tuple(column for column in PACKED_COLUMNS if more or column in columns)
+        masks = tuple(column for column in (*MASK_COLUMNS, "attention_mask") if more or column in columns)
         return Renderer(("input_ids", *masks, *packed), lambda record, where: _ids(record, masks, packed, where))
     chat = [column for column in CHAT_COLUMNS if column in columns]
     if chat:
@@ -127,7 +133,7 @@ def _ids(record: Mapping[str, Any], masks: Sequence[str], packed: Sequence[str],
 
 
 def _document_lengths(record: Mapping[str, Any], packed: Sequence[str], tokens: int, place: str) -> np.ndarray | None:
-    """Lengths of the documents in a packed row, int64; None where the record says nothing about them, or holds no token."""
+    """Lengths of the documents in a packed row, int64; None for one document, whether or not the record says so."""
     found: np.ndarray | None = None
     for column in packed:
         if record.get(column) is None or not tokens:
@@ -146,14 +152,14 @@ def _document_lengths(record: Mapping[str, Any], packed: Sequence[str], tokens: 
         if found is not None and not np.array_equal(found, lengths):
             raise UserError(f"{place}: position_ids and seq_lengths say different documents", do="Remove one of the columns")
         found = lengths
-    return found
+    return None if found is None or len(found) == 1 else found
 
 
 def _from_positions(positions: np.ndarray, tokens: int, place: str) -> np.ndarray:
     """Lengths of the documents that begin wherever positions start again at 0."""
     if len(positions) != tokens:
         raise UserError(f"{place}: position_ids has {len(positions):,} entries", allowed=f"as many as input_ids, {tokens:,}")
-    begins = np.flatnonzero(np.diff(positions, prepend=-2) != 1)
+    begins = np.flatnonzero(np.diff(positions, prepend=positions[0]) != 1)
     strange = begins[positions[begins] != 0]
     if len(strange):
         raise UserError(

@@ -129,7 +129,7 @@ class Stream(Source):
         renderer: Renderer | None = None
         for number, record in enumerate(self._load(), start=1):
             if renderer is None:
-                renderer = choose_renderer(list(record), self._columns, self._text_field, self.name)
+                renderer = choose_renderer(list(record), self._columns, self._text_field, self.name, more=True)
             yield renderer.render(record, f"{self.name}, record {number}")
 
 
@@ -172,7 +172,7 @@ class Listed(Source):
             return Document(place, text=item)
         if isinstance(item, Mapping):
             if self._renderer is None:
-                self._renderer = render_records(list(item), self._text_field, self.name)
+                self._renderer = render_records(list(item), self._text_field, self.name, more=True)
             return self._renderer.render(item, place)
         return Document(place, ids=token_ids(item, place))
 
