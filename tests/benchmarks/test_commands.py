@@ -10,7 +10,7 @@ import pytest
 import torch
 from benchmarks.outcome import Outcome
 
-from benchmarks import adapter, case, compare, depth, record, rehearse, short
+from benchmarks import adapter, case, compare, depth, kernels, record, rehearse, short
 from megaspan import SFTConfig
 from megaspan.plan import Machine, ModelFacts, Plan, choose
 from megaspan.plan.facts import read_config
@@ -187,10 +187,33 @@ def test_short_rows_run_in_turns_with_one_kernel(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without a GPU is the point")
-@pytest.mark.parametrize("command", [depth.main, adapter.main, short.main, lambda given: rehearse.main(["tiny,64", *given])])
+@pytest.mark.parametrize(
+    "command", [depth.main, adapter.main, short.main, kernels.main, lambda given: rehearse.main(["tiny,64", *given])]
+)
 def test_without_a_gpu_they_say_so_at_once(command, capsys):
     assert command([]) == 2
     assert "no GPU" in capsys.readouterr().err
+
+
+def test_kernels_are_timed_by_the_pairs_that_a_mask_shows(tmp_path):
+    out = tmp_path / "kernels.jsonl"
+    assert kernels.main(["--tiny", "--json", str(out)]) == 0
+    lines = [line for line in written(out) if "kernel" in line]
+    assert {line["mask"] for line in lines} == set(kernels.MASKS)
+    ran = {(line["kernel"], line["mask"]): line for line in lines if "why" not in line}
+    assert {mask for name, mask in ran if name == "tiled matrix products"} == set(kernels.MASKS), "it knows every mask"
+    pairs = {
+        "causal": 96 * 97 // 2,
+        "window 1024": 32 * 33 // 2 + 64 * 32,
+        "64 documents": 32 * 1 + 32 * 3,
+    }  # 32 documents of one token, 32 of two
+    for mask, count in pairs.items():
+        line = ran["tiled matrix products", mask]
+        assert line["forward TFLOP/s"] * line["forward seconds"] == pytest.approx(4 * count * 4 * 16 / 1e12)
+        assert line["backward TFLOP/s"] * line["backward seconds"] == pytest.approx(10 * count * 4 * 16 / 1e12)
+    assert ran["tiled matrix products", "causal"]["error"] == 0
+    assert 0 < ran["CPU flash", "causal"]["error"] < 1e-5
+    assert all(line["why"] for line in lines if "forward seconds" not in line)
 
 
 def test_compare_takes_a_limit_by_either_name_and_masters():
