@@ -2,7 +2,7 @@
 
 Rates count the arithmetic of the mask: 4 x D for each pair of a query and a key it sees forward, 10 x D backward (five products
 where the forward has two). The error is that of the output and of all gradients against the tiled kernel in fp32, on a row of
-at most 4,096 tokens of the same heads. A kernel that refuses a case says why. The median of several runs after two that warm up.
+at most 4,096 tokens of the same heads. A kernel that refuses says why. The median of several runs, after two to warm up.
 A row shorter than the window has one of a third of its tokens.
 """
 
