@@ -248,6 +248,7 @@ def dropout_is_that_of_one_rank(rank: int, world: int, sizes: tuple[int, int, in
     assert_same_gradients(got, gradients(one), 1e-8)
 
 
+@pytest.mark.full  # a minute of four processes; tests/parity/test_ranks.py holds the same through the trainer in every run
 def test_ranks_find_what_one_plain_process_finds() -> None:
     """Also where most of a row's slots are padding: three tokens on four ranks."""
     dropout = [(dropout_is_that_of_one_rank, (sizes, keep)) for sizes, keep in (((2, 2, 1), "host"), ((2, 1, 2), None))]
