@@ -453,7 +453,7 @@ print(loaded, resource.getrusage(resource.RUSAGE_SELF).ru_utime)
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     loaded, seconds = out.rsplit(" ", 1)
     assert loaded == "[]"
-    assert float(seconds) < 1.0, "processor time; 0.35 s on a quiet machine"
+    assert float(seconds) < 2.0, "processor time; 0.35 s on a quiet machine, up to 1.3 s on a loaded one"
 
 
 @settings(max_examples=30, deadline=None)
