@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -82,6 +85,32 @@ def test_an_error_has_four_parts_in_one_line():
     assert str(UserError("x", do="Did you mean y?")) == "x. Did you mean y?"
 
 
+def test_what_was_typed_is_quoted_and_what_was_found_is_not():
+    assert str(UserError("x", got="max_length 8")) == "x; got 'max_length 8'."
+    error = UserError("x", found="max_length 8", allowed="9")
+    assert str(error) == "x; got max_length 8; allowed: 9."
+    assert str(error.at("line 3")) == f"line 3: {error}"
+
+
+def test_no_error_quotes_our_own_words():
+    """`got 'max_length 2,048'` was in every message about the window: words that were put together belong in `found`."""
+    quoted = []
+    for path in sorted((Path(__file__).parents[1] / "src").rglob("*.py")):
+        for call in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "UserError":
+                got = [end for keyword in call.keywords if keyword.arg == "got" for end in _ends(keyword.value)]
+                made = any(isinstance(end, ast.JoinedStr) or isinstance(getattr(end, "value", None), str) for end in got)
+                quoted += [f"{path.name}:{call.lineno}"] * (made or any("__name__" in ast.unparse(end) for end in got))
+    assert not quoted
+
+
+def _ends(value):
+    """The expressions that a conditional value can turn out to be."""
+    if isinstance(value, ast.IfExp):
+        return [*_ends(value.body), *_ends(value.orelse)]
+    return [end for part in value.values for end in _ends(part)] if isinstance(value, ast.BoolOp) else [value]
+
+
 def test_several_errors_keep_their_sentences():
     errors = [UserError("one"), UserError("two", got="2")]
     together = UserErrors(errors)
@@ -93,6 +122,7 @@ def test_the_nearest_name_is_found_whatever_the_dashes():
     names = ["learning_rate", "lora_r", "max_length"]
     assert nearest("learnig-rate", names) == "learning_rate"
     assert nearest("Max_Lenght", names) == "max_length"
+    assert nearest("book-one.TXT", ["Book-One.txt", "zzz"]) == "Book-One.txt"
     assert nearest("zzz", names) is None
 
 
@@ -105,7 +135,6 @@ def test_a_missing_extra_names_the_command(module, extra):
 
 def test_every_extra_named_in_an_error_exists():
     import tomllib
-    from pathlib import Path
 
     from megaspan.human import _EXTRAS
 

@@ -244,9 +244,12 @@ def _take_apart(verb: Verb, words: list[str]) -> Call:
             own[name] = value if equals else words.pop(0) if words and not words[0].startswith("--") else ""
     fewest, most = verb.places
     if not fewest <= len(places) <= most:
-        raise UserError(f"usage: megaspan {verb.usage}", got=" ".join(places) or "nothing before the flags")
+        count = f"{fewest} or {most}" if fewest < most else f"{most or 'no'}"
+        what = f"megaspan {verb.usage.split()[0]} takes {count} word{'s' * (most != 1)} before its flags"
+        raise UserError(what, found=" ".join(places) or "none", do=f"Type megaspan {verb.usage}")
     if flags and not verb.takes_options:
-        raise UserError(f"{flags[0]} is not a flag here", do=f"usage: megaspan {verb.usage}")
+        allowed = ", ".join(f"--{name}" for name in verb.own)
+        raise UserError(f"{flags[0]} is not a flag here", allowed=allowed, do=f"Type megaspan {verb.usage}")
     return Call(places, own, flags)
 
 
@@ -263,7 +266,7 @@ def _whole_number(call: Call, name: str) -> int | None:
         return None
     text = call.own[name]
     if not text.isdecimal():
-        raise UserError(f"--{name} must be a whole number", got=text or "nothing")
+        raise UserError(f"--{name} must be a whole number of at least 0", got=text or None, found="nothing behind it")
     return int(text)
 
 

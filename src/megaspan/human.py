@@ -25,19 +25,29 @@ class UserError(Exception):
 
     Args:
         what: what is wrong, naming the option or file.
-        got: the offending value, as the user wrote it.
+        got: the offending value, as the user wrote it; a text is shown in quotes.
+        found: what is there instead, in our words: a kind, a shape, an option with its value. Shown as it is; one of the two.
         allowed: the legal values.
         do: what to type next.
         option: name of the option to blame, by which a caller finds the line of the file.
     """
 
     def __init__(
-        self, what: str, *, got: object = None, allowed: str | None = None, do: str | None = None, option: str | None = None
+        self,
+        what: str,
+        *,
+        got: object = None,
+        found: str | None = None,
+        allowed: str | None = None,
+        do: str | None = None,
+        option: str | None = None,
     ) -> None:
-        self.what, self.got, self.allowed, self.do, self.option = what, got, allowed, do, option
+        self.what, self.got, self.found, self.allowed, self.do, self.option = what, got, found, allowed, do, option
         parts = [what.rstrip(".")]
         if got is not None:
             parts.append(f"got {got!r}" if isinstance(got, str) else f"got {got}")
+        elif found is not None:
+            parts.append(f"got {found.rstrip('.')}")
         if allowed:
             parts.append(f"allowed: {allowed.rstrip('.')}")
         sentence = "; ".join(parts) + "."
@@ -48,7 +58,8 @@ class UserError(Exception):
 
     def at(self, place: str) -> UserError:
         """The same error with its place (a file and line, a flag) in front."""
-        return UserError(f"{place}: {self.what}", got=self.got, allowed=self.allowed, do=self.do, option=self.option)
+        what = f"{place}: {self.what}"
+        return UserError(what, got=self.got, found=self.found, allowed=self.allowed, do=self.do, option=self.option)
 
 
 class UserErrors(UserError):
@@ -120,8 +131,9 @@ def format_seconds(seconds: float) -> str:
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
     """The closest of `names` to a misspelt `name`, or None when nothing is close."""
-    matches = difflib.get_close_matches(name.lower().replace("-", "_"), list(names), n=1, cutoff=0.6)
-    return matches[0] if matches else None
+    plain = {each.lower().replace("-", "_"): each for each in names}
+    matches = difflib.get_close_matches(name.lower().replace("-", "_"), list(plain), n=1, cutoff=0.6)
+    return plain[matches[0]] if matches else None
 
 
 _EXTRAS = {

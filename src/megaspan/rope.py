@@ -150,7 +150,7 @@ def require_exact(readback: RopeReadback) -> RopeReadback:
         if not entry.exact:
             raise UserError(
                 f"the rotary table {entry.name} of the loaded model is not what its configuration says",
-                got=str(entry),
+                found=str(entry),
                 do="Load the model with from_pretrained or from_config, and cast it by dtype= there, not by model.to(dtype)",
             )
     return readback

@@ -231,7 +231,7 @@ def test_no_tensor_as_large_as_a_mask():
         ),
         (
             {"cu_seq_lens_q": torch.tensor([0, 4, 8]), "cu_seq_lens_k": torch.tensor([0, 4, 8]), "max_length_q": 4},
-            "arguments that are not supported; got 'cu_seq_lens_k, cu_seq_lens_q, max_length_q",
+            "arguments that are not supported; got cu_seq_lens_k, cu_seq_lens_q, max_length_q",
         ),
         ({"is_causal": False}, "another mask than causal"),
     ],

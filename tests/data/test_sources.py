@@ -184,7 +184,7 @@ def test_text_field_and_columns(tmp_path: Path) -> None:
         ({"position_ids": [0]}, "position_ids has 1 entries; allowed: as many as input_ids, 2"),
         ({"position_ids": [0, 3]}, "position_ids jump to 3 at token 1; allowed: positions that count up by one"),
         ({"position_ids": [1, 2]}, "position_ids jump to 1 at token 0"),
-        ({"seq_lengths": [1, 2]}, "seq_lengths are not the lengths .* got 'a sum of 3 for 2 tokens'"),
+        ({"seq_lengths": [1, 2]}, "seq_lengths are not the lengths .* got a sum of 3 for 2 tokens"),
         ({"seq_lengths": [2, 0]}, "seq_lengths are not the lengths"),
         ({"seq_lengths": [1, 1], "position_ids": [0, 1]}, "say different documents"),
     ],

@@ -195,7 +195,7 @@ def head_splits(
     if limit < 1:
         raise UserError(
             "one head of this row is larger than the attention kernel is proven for",
-            got=f"{keys:,} tokens x head size {head_dim}", allowed=f"up to {max_elements:,} elements a head",
+            found=f"{keys:,} tokens x head size {head_dim}", allowed=f"up to {max_elements:,} elements a head",
             do="Shorten max_length or split the row over GPUs",
         )  # fmt: skip
     step = max(part for part in range(1, limit + 1) if share % part == 0)
@@ -229,16 +229,16 @@ def settle(
     if not (q.ndim == k.ndim == v.ndim == 3) or k.shape != v.shape or q.shape[2] != k.shape[2] or q.shape[1] % k.shape[1]:
         raise UserError(
             "these shapes are no grouped-query attention",
-            got=f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}",
+            found=f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}",
             allowed="[t, H, D], [s, G, D], [s, G, D] with G dividing H and one head size",
         )
     t, s = q.shape[0], k.shape[0]
     if segments is not None:
         _check_segments(segments, q, k, scoring)
     elif t > s or t == 0:
-        raise UserError("the queries must be the last tokens of the keys", got=f"{t} queries, {s} keys")
+        raise UserError("the queries must be the last tokens of the keys", found=f"{t} queries, {s} keys")
     if not (q.dtype == k.dtype == v.dtype):
-        raise UserError("q, k and v must have one dtype", got=f"{q.dtype}, {k.dtype}, {v.dtype}")
+        raise UserError("q, k and v must have one dtype", found=f"{q.dtype}, {k.dtype}, {v.dtype}")
     longest, count, causal = (s, 1, True) if segments is None else (segments.most_keys, len(segments), segments.causal)
     window = scoring.window if scoring.window and scoring.window < longest else None
     case = case_of(q.device, q.dtype, q.shape[2], window, scoring.softcap, t, s, count, causal)
@@ -252,9 +252,9 @@ def _check_segments(segments: Segments, q: Tensor, k: Tensor, scoring: Scoring) 
     if found != wanted:
         raise UserError(
             "these segments are those of another row",
-            got=f"{wanted[0]:,} queries and {wanted[1]:,} keys in the segments, {found[0]:,} and {found[1]:,} in q and k",
+            found=f"{wanted[0]:,} queries and {wanted[1]:,} keys in the segments, {found[0]:,} and {found[1]:,} in q and k",
         )
     if segments.query_starts.device != q.device:
-        raise UserError("segments must be where q is", got=f"{segments.query_starts.device}, q on {q.device}")
+        raise UserError("segments must be where q is", found=f"{segments.query_starts.device}, q on {q.device}")
     if scoring.window and not segments.causal:
-        raise UserError("a window belongs to causal attention", got=f"window {scoring.window} on segments that see all keys")
+        raise UserError("a window belongs to causal attention", found=f"window {scoring.window} on segments that see all keys")

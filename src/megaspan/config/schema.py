@@ -291,7 +291,8 @@ def _wrong_value(name: str, value: Any) -> UserError:
     allowed = allowed_of(name)
     close = nearest(value, allowed.replace(" or ", ", ").split(", ")) if isinstance(value, str) else None
     do = f"Did you mean {close}?" if close else "Put it in quotes" if isinstance(value, float) and "text" in allowed else None
-    return UserError(f"{name} must be {allowed}", got="null" if value is None else value, do=do, option=name)
+    found = "null" if value is None else None
+    return UserError(f"{name} must be {allowed}", got=value, found=found, do=do, option=name)
 
 
 def allowed_of(name: str) -> str:

@@ -158,7 +158,7 @@ class Wrapped(RowCutter):
         if piece.document.lengths is not None:
             raise UserError(
                 f"{piece.document.place} is a row of documents that was packed elsewhere; joined, they would see each other",
-                got="packing_strategy: wrapped",
+                found="packing_strategy: wrapped",
                 do="Paste one of these:\n  packing: false            # rows stay as they are, documents see only themselves\n"
                 "  packing_strategy: bfd     # the documents are packed anew\n"
                 "  columns: [input_ids]      # in datasets: joined without masks",

@@ -141,7 +141,7 @@ class JsonLines(Source):
         try:
             record = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
         except (UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise UserError(f"{place} is no JSON", got=str(error), allowed="one JSON object a line") from error
+            raise UserError(f"{place} is no JSON", found=str(error), allowed="one JSON object a line") from error
         if not isinstance(record, dict):
             raise UserError(f"{place} holds {type(record).__name__}", allowed="one JSON object a line")
         if self._renderer is None:

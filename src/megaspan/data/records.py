@@ -146,7 +146,7 @@ def _document_lengths(record: Mapping[str, Any], packed: Sequence[str], tokens: 
         else:
             raise UserError(
                 f"{place}: seq_lengths are not the lengths of the documents in input_ids",
-                got=f"a sum of {int(values.sum()):,} for {tokens:,} tokens",
+                found=f"a sum of {int(values.sum()):,} for {tokens:,} tokens",
                 allowed="lengths of at least 1 that add up to them",
             )
         if found is not None and not np.array_equal(found, lengths):

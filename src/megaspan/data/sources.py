@@ -90,7 +90,7 @@ def open_object(data: Any, wish: Wish) -> list[Source]:
         raise UserError(f"a dataset from Python cannot be a mapping (of {', '.join(map(str, data))})", do=_PYTHON_DATA)
     if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
         return [Listed("the list", data, wish.text_field)]
-    raise UserError("this object holds no documents", got=type(data).__name__, do=_PYTHON_DATA)
+    raise UserError("this object holds no documents", found=type(data).__name__, do=_PYTHON_DATA)
 
 
 _PYTHON_DATA = "Pass a path, a list of texts, a list of lists of ids, or a datasets.Dataset (Dataset.from_dict makes one)"

@@ -134,7 +134,7 @@ def head_of(model: nn.Module) -> Head:
     layer = plain.get_output_embeddings() if hasattr(plain, "get_output_embeddings") else None
     if layer is None:
         raise UserError(
-            "the model has no output layer to take a loss from", got=type(plain).__name__, allowed="a causal language model"
+            "the model has no output layer to take a loss from", found=type(plain).__name__, allowed="a causal language model"
         )
     weight_VE, bias_V, deltas = _linear_of(layer)
     scale, softcap = _logit_settings(plain.config.get_text_config())
@@ -208,7 +208,7 @@ def _linear_of(layer: Any) -> tuple[Tensor, Tensor | None, tuple[LowRank, ...]]:
             return weight_VE, bias_V, below + _lora_of(layer)
     raise UserError(
         "the loss cannot read this kind of output layer",
-        got=f"{type(layer).__module__}.{type(layer).__qualname__}",
+        found=f"{type(layer).__module__}.{type(layer).__qualname__}",
         allowed="nn.Linear, PEFT's LoRA on it, or a copy of it in lora_modules_to_save",
     )
 
@@ -227,7 +227,7 @@ def _lora_of(layer: Any) -> tuple[LowRank, ...]:
         if variant or a.bias is not None or b.bias is not None:
             raise UserError(
                 "an adapter on the output layer must be plain LoRA",
-                got=f"adapter {name!r} with {variant or 'a bias'}",
+                found=f"adapter {name!r} with {variant or 'a bias'}",
                 do="leave lm_head out of lora_target_modules, or train a copy of it with lora_modules_to_save",
             )
         probability = dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0

@@ -193,14 +193,14 @@ def _labelled(
     if hidden_tE.ndim != 2 or hidden_tE.shape[1] != head.weight_VE.shape[1]:
         raise UserError(
             "the hidden states do not fit the head",
-            got=f"shape {list(hidden_tE.shape)}",
+            found=f"shape {list(hidden_tE.shape)}",
             allowed=f"[tokens, {head.weight_VE.shape[1]}]",
         )
     for name, tensor, integer in (("labels", labels_t, True), ("weights", weights_t, False)):
         if tensor is not None and (tensor.shape != hidden_tE.shape[:1] or integer != (tensor.dtype == torch.int64)):
             raise UserError(
                 f"the {name} of the loss do not fit the hidden states",
-                got=f"{tensor.dtype} of shape {list(tensor.shape)}",
+                found=f"{tensor.dtype} of shape {list(tensor.shape)}",
                 allowed=f"{'torch.int64' if integer else 'floating point'} of shape [{hidden_tE.shape[0]}]",
             )
     if weights_t is not None and weights_t.requires_grad:

@@ -188,7 +188,7 @@ class HostArena:
         if self.limit is not None and total > self.limit:
             raise UserError(
                 f"{self.purpose} need {format_bytes(total)} of host memory",
-                got=f"a limit of {format_bytes(self.limit)}",
+                found=f"a limit of {format_bytes(self.limit)}",
                 do=f"Raise host_memory if the machine has more, {self.less}",
             )
         for block in self._blocks:

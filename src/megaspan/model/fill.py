@@ -118,7 +118,7 @@ def fill_pretrained(model: nn.Module, plain: PreTrainedModel, source: Source, de
     if missing:
         raise UserError(
             f"{source.name} lacks {len(missing)} weights that the model needs, so they would be random",
-            got=", ".join(missing[:3]) + (", …" if len(missing) > 3 else ""),
+            found=", ".join(missing[:3]) + (", …" if len(missing) > 3 else ""),
             do="Check model_init_kwargs and the folder; the checkpoint is of another model or incomplete",
         )
     return unused

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from megaspan.human import UserError
@@ -72,9 +72,31 @@ def check_layers(config: Mapping[str, Any], name: str) -> None:
         raise UserError(
             f"{name} has layers of type {', '.join(strange)}, which are not supported yet", allowed=" and ".join(EXACT_LAYERS)
         )
-    # Models of the BERT kind are causal only as decoders, and their configuration says so; others have no such key.
-    if config.get("use_bidirectional_attention") or config.get("is_causal") is False or config.get("is_decoder") is False:
-        raise UserError(f"{name} attends to later tokens too", allowed="causal attention")
+    looks_ahead = config.get("use_bidirectional_attention") or config.get("is_causal") is False
+    if looks_ahead or (config.get("is_decoder") is False and not _is_causal(config)):
+        raise _looks_ahead(name)
+
+
+def _is_causal(config: Mapping[str, Any]) -> bool:
+    """Whether the attention of a configuration that is no decoder's sees earlier tokens only, as GPT-NeoX's does.
+
+    Models of the BERT kind are causal only as decoders, others carry `is_decoder: false` without reading it. What the attention
+    modules say decides, of one layer that is built without memory.
+    """
+    entries = {key: value for key, value in config.items() if key not in ("model_type", "num_hidden_layers", "layer_types")}
+    try:
+        made = AutoConfig.for_model(str(config.get("model_type")), **entries, num_hidden_layers=1)
+        model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(made)]
+        model_class = model_class[0] if isinstance(model_class, tuple) else model_class
+        with torch.device("meta"):
+            says = [module.is_causal for module in model_class(made).modules() if hasattr(module, "is_causal")]
+    except Exception:  # an unknown family, or one that cannot be built by its configuration: its word is taken
+        return False
+    return bool(says) and all(says)
+
+
+def _looks_ahead(name: str) -> UserError:
+    return UserError(f"{name} attends to later tokens too", allowed="causal attention")
 
 
 def check_class(config_class: type[PretrainedConfig], name: str) -> None:
@@ -98,6 +120,8 @@ def check_trainable(model: PreTrainedModel) -> None:
     if type(model.config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         check_config(config | {"architectures": [name]}, name)
     _check_attention(type(model), name)
+    if any(getattr(module, "is_causal", True) is False for module in model.modules()):
+        raise _looks_ahead(name)
     for key in _DROPOUTS:
         if config.get(key):
             raise UserError(
@@ -206,5 +230,5 @@ def unwrap(model: torch.nn.Module) -> PreTrainedModel:
     inner: Any = model
     inner = inner.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else inner
     if not isinstance(inner, PreTrainedModel):
-        raise UserError("only transformers models can be prepared", got=type(inner).__name__)
+        raise UserError("only transformers models can be prepared", found=type(inner).__name__)
     return inner

@@ -52,7 +52,7 @@ def wrap_lora(model: Any, config: SFTConfig, peft_config: Any = None) -> Any:
     if importlib.util.find_spec("peft") is None:
         raise UserError("use_peft needs the package peft, which is not installed", do=PEFT_INSTALL)
     if not isinstance(model, PreTrainedModel):
-        raise UserError("only a transformers model can get an adapter", got=type(model).__name__)
+        raise UserError("only a transformers model can get an adapter", found=type(model).__name__)
     from peft import get_peft_model
 
     chosen = _options(config) if peft_config is None else peft_config
@@ -98,15 +98,15 @@ def check_adapter(chosen: Any) -> None:
     from peft import LoraConfig
 
     if not isinstance(chosen, LoraConfig):
-        raise UserError("this kind of adapter is not supported", got=type(chosen).__name__, allowed="peft.LoraConfig")
+        raise UserError("this kind of adapter is not supported", found=type(chosen).__name__, allowed="peft.LoraConfig")
     for name, what in _UNPROVEN.items():
         if getattr(chosen, name, None):
             raise UserError(f"{what} ({name}) is not proven exact under the levers", do=f"Leave {name} out of the LoraConfig")
     if chosen.init_lora_weights not in _UNCHANGED_BASE:
         raise UserError(
             "this start of the adapter changes the base model's weights, which the saved adapter would need",
-            got=f"init_lora_weights={chosen.init_lora_weights}",
+            found=f"init_lora_weights={chosen.init_lora_weights}",
             allowed=", ".join(str(value) for value in _UNCHANGED_BASE),
         )
     if chosen.bias != "none":
-        raise UserError("trained biases beside LoRA are not proven exact", got=f"bias={chosen.bias!r}", allowed="none")
+        raise UserError("trained biases beside LoRA are not proven exact", found=f"bias={chosen.bias!r}", allowed="none")

@@ -120,9 +120,9 @@ def run_of_row(arguments: Mapping[str, Any], row: RowContext) -> Run:
     name = "input_ids" if arguments.get("inputs_embeds") is None else "inputs_embeds"
     if tuple(arguments[name].shape[:2]) != (1, row.slots):
         shape = str(tuple(arguments[name].shape))
-        raise UserError(f"{name} are not this rank's part of megaspan_row", got=shape, allowed=f"(1, {row.slots})")
+        raise UserError(f"{name} are not this rank's part of megaspan_row", found=shape, allowed=f"(1, {row.slots})")
     if arguments.get("attention_mask") is not None:
-        raise UserError("megaspan_row says what is padding", got="an attention_mask with it", do="Leave attention_mask out")
+        raise UserError("megaspan_row says what is padding", found="an attention_mask with it", do="Leave attention_mask out")
     if row.ranks.sizes != (1, 1):
         for needed in ("shift_labels", "num_items_in_batch"):
             if arguments.get(needed) is None:

@@ -168,7 +168,7 @@ def sharding_mesh(device_mesh: Any) -> Any:
             return device_mesh[wanted]
         except KeyError as error:
             raise UserError(
-                "the device mesh has no axis to cut parameters over", got=", ".join(names), allowed=" and ".join(wanted)
+                "the device mesh has no axis to cut parameters over", found=", ".join(names), allowed=" and ".join(wanted)
             ) from error
 
 
@@ -256,6 +256,6 @@ def _check_types(model: Any, compute: torch.dtype) -> None:
     if names:
         raise UserError(
             f"{type(model).__name__} wants {names[0]} in fp32, and sharded layers are gathered in one type",
-            got=str(compute).removeprefix("torch."),
+            found=str(compute).removeprefix("torch."),
             do="Set bf16: false (fp32 throughout), or train on one GPU",
         )

@@ -92,12 +92,12 @@ def _check_same(here: Mapping[str, Trained], saved: Mapping[str, Mapping[str, An
         if moments and moments != shapes.keys():
             raise UserError(
                 f"the checkpoint's optimizer keeps {', '.join(sorted(moments))} of {name}",
-                got=f"optim with {', '.join(sorted(shapes))} here",
+                found=f"optim with {', '.join(sorted(shapes))} here",
                 do="Set optim to what that run had: adamw_8bit and the others do not continue each other",
             )
         for key, value in state.items():
             if key != "step" and tuple(value.shape) != (wanted := shapes.get(key, tuple(trained.parameter.shape))):
-                raise UserError(f"the checkpoint's optimizer has {name} of shape {tuple(value.shape)}", got=f"{wanted} here")
+                raise UserError(f"the checkpoint's optimizer has {name} of shape {tuple(value.shape)}", found=f"{wanted} here")
         if not missing and ("master" in state) != (trained.master is not None or trained.is_master):
             made, now = ("with", "without") if "master" in state else ("without", "with")
             raise UserError(
@@ -107,6 +107,6 @@ def _check_same(here: Mapping[str, Trained], saved: Mapping[str, Mapping[str, An
     if missing or unknown:
         raise UserError(
             f"the checkpoint's optimizer trains other parameters: {len(missing)} are missing, {len(unknown)} unknown",
-            got=", ".join(sorted(missing | unknown)[:3]),
+            found=", ".join(sorted(missing | unknown)[:3]),
             do="Resume with the model and the LoRA settings of that run",
         )

@@ -130,7 +130,7 @@ def need(config: Mapping[str, Any], *names: str) -> int:
             return value
     raise UserError(
         f"the model's configuration has no {' or '.join(names)}",
-        got=config.get("model_type", "no model_type"),
+        found=config.get("model_type", "no model_type"),
         allowed="a causal language model in transformers' format",
     )
 

@@ -94,7 +94,7 @@ def _extend(native: NativeRope, max_length: int, allow_past_window: bool) -> Rop
         own_words = f"\n  model_init_kwargs: {{rope_parameters: {{{inline}}}}}" if kind == "llama3" else ""
         raise UserError(
             f"rope_parameters: auto cannot extend {kind} scaling, whose factors were fitted to {format_tokens(window)} tokens",
-            got=f"max_length {format_tokens(max_length)}",
+            found=f"max_length {format_tokens(max_length)}",
             do=f"Paste one of these:\n  max_length: {window}{own_words}\n  allow_past_window: true",
         )
     if kind == "default":
@@ -169,7 +169,7 @@ def _chosen(native: NativeRope, scaling: dict[str, Any], max_length: int, allow_
             raise _past_window(window, max_length)
         raise UserError(
             f"rope_parameters cover {format_tokens(window)} tokens ({describe(entry)}), fewer than max_length",
-            got=f"max_length {format_tokens(max_length)}",
+            found=f"max_length {format_tokens(max_length)}",
             do=f"Write factor: {math.ceil(max_length / original)}.0, or max_length: {window}, or allow_past_window: true",
         )
     positions = native.max_positions if kind in _READS_MAX_POSITIONS else max(window, max_length if past else 0)
@@ -217,7 +217,7 @@ def _check_keys(wish: dict[str, Any], native: NativeRope) -> None:
     if missing:
         raise UserError(
             f"rope_parameters of rope_type {kind} need {' and '.join(missing)}",
-            got=", ".join(wish),
+            found=", ".join(wish),
             do=f"Write for example {example}" if kind == "yarn" else f"Write rope_type, {', '.join(REQUIRED[kind])}",
         )
     own = [key for key in native.entry if key not in SCALING]
@@ -242,7 +242,7 @@ def _refuse_unknown_layers(native: NativeRope) -> None:
     if native.nested is not None and not native.nested.get(FULL):
         raise UserError(
             "rope_parameters cannot be changed for this model: no layer type of its rotary settings attends to everything",
-            got=", ".join(native.nested),
+            found=", ".join(native.nested),
             allowed=f"an entry {FULL}",
         )
 
@@ -250,7 +250,7 @@ def _refuse_unknown_layers(native: NativeRope) -> None:
 def _past_window(window: int, max_length: int) -> UserError:
     return UserError(
         f"the model has seen positions up to {format_tokens(window)} only; past them the loss climbs without any error",
-        got=f"max_length {format_tokens(max_length)}",
+        found=f"max_length {format_tokens(max_length)}",
         do="Paste one of these three lines:\n"
         f"  max_length: {window}\n  model_init_kwargs: {{rope_parameters: auto}}\n  allow_past_window: true",
     )

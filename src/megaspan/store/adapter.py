@@ -40,7 +40,7 @@ def adapter_config(model: Any) -> Any:
     if start not in _CLEAN_STARTS:
         raise UserError(
             "this start of LoRA changes the base's weights, so the adapter would be wrong on the published base",
-            got=f"init_lora_weights={start}",
+            found=f"init_lora_weights={start}",
             allowed="True, False, gaussian, orthogonal or eva",
         )
     return config

@@ -93,7 +93,7 @@ def check_callback(callback: Any) -> None:
     """
     kind = callback if isinstance(callback, type) else type(callback)
     if not issubclass(kind, TrainerCallback):
-        raise UserError("a callback is no transformers.TrainerCallback", got=kind.__name__)
+        raise UserError("a callback is no transformers.TrainerCallback", found=kind.__name__)
 
 
 def training_arguments(config: SFTConfig) -> TrainingArguments:

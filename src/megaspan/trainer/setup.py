@@ -132,7 +132,7 @@ def _wished(model: Any, args: SFTConfig) -> tuple[SFTConfig, PreTrainedModel | N
     elif model is not None and not isinstance(model, PreTrainedModel):
         raise UserError(
             "SFTTrainer's model is neither a name nor a transformers model",
-            got=type(model).__name__,
+            found=type(model).__name__,
             do="Pass the transformers model itself; for LoRA the base model, and the LoraConfig as peft_config",
         )
     given = model if isinstance(model, PreTrainedModel) else None

@@ -82,7 +82,7 @@ class SFTTrainer:
             got = None if args is None else type(args).__module__ + "." + type(args).__name__
             raise UserError(
                 "SFTTrainer needs args of megaspan's own SFTConfig",
-                got=got,
+                found=got,
                 do="Pass args=megaspan.SFTConfig(max_length='128k')",
             )
         self._job: Job = set_up(model, args, train_dataset, eval_dataset, processing_class, peft_config)

@@ -214,7 +214,7 @@ def refuse_wrapped(layers: Sequence[str], environ: Mapping[str, str] = os.enviro
     if named and named != set(layers):
         raise UserError(
             "the launch file's fsdp_transformer_layer_cls_to_wrap is not the class of this model's layers",
-            got=", ".join(sorted(named)),
+            found=", ".join(sorted(named)),
             allowed=", ".join(sorted(layers)),
             do="Remove it: the layers are found",
         )
