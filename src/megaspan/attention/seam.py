@@ -85,7 +85,7 @@ def install(
     if language_model is None or not language_model._can_set_attn_implementation():
         raise UserError(
             "this model computes attention in its own code, where no other kernel can go",
-            got=type(language_model or model).__name__,
+            found=type(language_model or model).__name__,
             allowed="models that use transformers' AttentionInterface",
         )
     _refuse(model, language_model)
@@ -124,10 +124,10 @@ def attention(
     if dropout:
         raise UserError("attention dropout is not supported", got=dropout, allowed="0.0", do=_no_dropout())
     if is_causal is False or getattr(module, "is_causal", True) is False:
-        raise UserError("attention that is not causal is not supported", got=_name(module))
+        raise UserError("attention that is not causal is not supported", found=_name(module))
     unknown = [name for name, value in others.items() if name not in _HARMLESS and value is not None and value is not False]
     if unknown:
-        raise UserError(f"{_name(module)} passes attention arguments that are not supported", got=", ".join(sorted(unknown)))
+        raise UserError(f"{_name(module)} passes attention arguments that are not supported", found=", ".join(sorted(unknown)))
     if megaspan_row is None and getattr(module, "layer_idx", 0) in (0, None):
         refuse_packed(position_ids)  # one look for all layers: it waits for the device
     keys = key.shape[2] if megaspan_row is None else megaspan_row.layout.tokens
@@ -174,7 +174,7 @@ def mask(
     if attention_mask is not None and not bool(attention_mask.all()):
         raise UserError(
             "padded batches are not supported",
-            got="an attention_mask with zeros",
+            found="an attention_mask with zeros",
             allowed="rows without padding: leave attention_mask away",
             do="Use one row a batch, or rows of equal length",
         )
@@ -183,7 +183,7 @@ def mask(
     if not allow_is_causal_skip:
         raise UserError(
             "this row asks for another mask than causal (packed documents, or a mask function of the model)",
-            got="position_ids that restart, or a model with its own mask",
+            found="position_ids that restart, or a model with its own mask",
             allowed="one text a row, positions counting up by one",
             do="Use packing_strategy: wrapped, which joins documents without masks",
         )
@@ -199,7 +199,7 @@ def refuse_packed(position_ids: Tensor | None) -> None:
         return
     raise UserError(
         "packed rows are not supported: attention would look across documents",
-        got="position_ids that restart or jump",
+        found="position_ids that restart or jump",
         allowed="positions that count up by one along the row",
         do="Use packing_strategy: wrapped, which joins documents without masks",
     )
@@ -214,7 +214,7 @@ def work_of(model: nn.Module) -> Work:
     layers = Counter(Mask(_window_of(module)) for module in model.modules() if is_attention(module))
     language_model = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
     if language_model is None or not layers:
-        raise UserError("this model has no attention layers that AttentionInterface reaches", got=type(model).__name__)
+        raise UserError("this model has no attention layers that AttentionInterface reaches", found=type(model).__name__)
     facts = ModelFacts.from_config(language_model.config.to_dict())
     weights = sum(facts.linear_parameters(layer) for layer in range(facts.layers))
     return Work(dict(layers), weights // (2 * facts.query_width * facts.layers))
@@ -253,7 +253,7 @@ def _check_window(module: nn.Module, attention_mask: Tensor | None, sliding_wind
     if attention_mask.ndim:
         raise UserError(
             "attention masks are not supported",
-            got=f"a mask of shape {tuple(attention_mask.shape)} in {_name(module)}",
+            found=f"a mask of shape {tuple(attention_mask.shape)} in {_name(module)}",
             allowed="no attention_mask: every token sees all earlier ones (or the layer's window)",
         )
     promised = int(attention_mask)
@@ -261,7 +261,7 @@ def _check_window(module: nn.Module, attention_mask: Tensor | None, sliding_wind
     if min(promised or keys, keys) != min(sliding_window or keys, keys):
         raise UserError(
             f"the mask of {_name(module)} and its attention disagree about the window",
-            got=f"mask {promised or 'none'}, attention {sliding_window or 'none'}",
+            found=f"mask {promised or 'none'}, attention {sliding_window or 'none'}",
             do="This model cannot be trained exactly here; please report it",
         )
 
@@ -277,13 +277,13 @@ def _refuse(model: nn.Module, language_model: PreTrainedModel) -> None:
     config = language_model.config.get_text_config()
     if dropout := getattr(config, "attention_dropout", 0.0):
         raise UserError(
-            "attention dropout is not supported", got=f"attention_dropout {dropout}", allowed="0.0", do=_no_dropout()
+            "attention dropout is not supported", found=f"attention_dropout {dropout}", allowed="0.0", do=_no_dropout()
         )
     if chunk := getattr(config, "attention_chunk_size", None):
-        raise UserError("attention in fixed chunks is not supported", got=f"attention_chunk_size {chunk}")
+        raise UserError("attention in fixed chunks is not supported", found=f"attention_chunk_size {chunk}")
     for name, module in model.named_modules():
         if getattr(module, "is_causal", True) is False:
-            raise UserError("attention that is not causal is not supported", got=name)
+            raise UserError("attention that is not causal is not supported", found=name)
 
 
 def _own_config(model: nn.Module) -> None:
@@ -316,7 +316,7 @@ def _choices(
             if kind.unproven is not None:
                 module.megaspan_segments = kind.unproven  # type: ignore[assignment]
     if not kinds:
-        raise UserError("this model has no attention layers that AttentionInterface reaches", got=type(model).__name__)
+        raise UserError("this model has no attention layers that AttentionInterface reaches", found=type(model).__name__)
     in_order = [kind for _, kind in sorted(kinds.items(), key=lambda kind: kind[0][0].window or 0)]
     first, *rest = [kind.choice for kind in in_order] + [kind.packed for kind in in_order if kind.packed is not None]
     return replace(first, also=tuple(rest))

@@ -276,7 +276,7 @@ class DropoutHandle:
         if x.ndim not in (2, 3):
             raise UserError(
                 f"the dropout {name} of layer {place.layer} works on something else than hidden states",
-                got=f"a tensor of shape {tuple(x.shape)}",
+                found=f"a tensor of shape {tuple(x.shape)}",
                 allowed="[batch, tokens, channels] or [tokens, channels]",
                 do="Set its rate to 0",
             )
@@ -285,7 +285,7 @@ class DropoutHandle:
         if known not in (None, tokens):
             raise UserError(
                 f"the dropout {name} of layer {place.layer} sees some of the tokens only, and cannot tell which",
-                got=f"{tokens} of {known} tokens",
+                found=f"{tokens} of {known} tokens",
                 do="Set lora_dropout: 0, or leave the experts out of lora_target_modules",
             )
         key = (place.first_token if isinstance(place.first_token, int) else None, tokens, rows, x.device)

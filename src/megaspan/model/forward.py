@@ -291,7 +291,7 @@ def _told_to_all(model: PreTrainedModel, row: RowContext | None) -> Iterator[dic
     if told != layers:
         raise UserError(
             f"{type(model).__name__} does not tell all of its layers how a packed or shared row lies",
-            got=f"{told} of {layers} attention layers were told",
+            found=f"{told} of {layers} attention layers were told",
             do="Train it on one GPU, with one document a row (packing: false)",
         )
 
