@@ -129,10 +129,10 @@ def format_seconds(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
-def nearest(name: str, names: Iterable[str]) -> str | None:
-    """The closest of `names` to a misspelt `name`, or None when nothing is close."""
+def nearest(name: str, names: Iterable[str], *, likeness: float = 0.6) -> str | None:
+    """The closest of `names` to a misspelt `name`, or None when nothing is as close as `likeness` (of 1)."""
     plain = {each.lower().replace("-", "_"): each for each in names}
-    matches = difflib.get_close_matches(name.lower().replace("-", "_"), list(plain), n=1, cutoff=0.6)
+    matches = difflib.get_close_matches(name.lower().replace("-", "_"), list(plain), n=1, cutoff=likeness)
     return plain[matches[0]] if matches else None
 
 

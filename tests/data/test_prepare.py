@@ -66,9 +66,31 @@ def test_more_lost_than_allowed_stops_with_a_sentence(tmp_path: Path, limit: flo
     if not stops:
         assert prepare(tmp_path, [[5] * 111], **options).ledger.lost == 11
         return
-    with pytest.raises(UserError, match=r"overlong: truncate would lose 11 of 111 tokens \(9.91 %\), in 1 of 1 documents"):
+    sentence = (
+        r"overlong: truncate would lose 11 of 111 tokens \(9.91 %\), in 1 of 1 documents; the longest has 111 \(.*is 100;"
+    )
+    with pytest.raises(UserError, match=sentence):
         prepare(tmp_path, [[5] * 111], **options)
     assert prepare(tmp_path, [[5] * 111], **{**options, "max_lost_tokens": 11}).reused
+
+
+@pytest.mark.parametrize("options", [{"packing": False}, {"packing_strategy": "bfd"}])
+@pytest.mark.parametrize("limit", [0.01, 1])
+def test_dropping_every_document_names_the_option_and_the_longest(
+    tmp_path: Path, options: dict[str, Any], limit: float
+) -> None:
+    sentence = (
+        r"no row at all; overlong: drop leaves out what is longer than max_length, 8 tokens, and all of it is; the longest "
+        r"document has 31 \(the list, item 1\)\. Write overlong: split, .*, or max_length: 31"
+    )
+    with pytest.raises(UserError, match=sentence):
+        prepare(tmp_path, ["a" * 20, "b" * 30], max_length=8, overlong="drop", max_lost_tokens=limit, **options)
+
+
+def test_half_a_character_is_a_sentence(tmp_path: Path) -> None:
+    """JSON can spell half of a surrogate pair, and every tokenizer fails on it in its own words."""
+    with pytest.raises(UserError, match=r"the list, item 1 holds half a character, \\ud83d, at character 3"):
+        prepare(tmp_path, ["fine", "ab\ud83d"])
 
 
 def test_max_rows_stops_reading(tmp_path: Path) -> None:
@@ -540,7 +562,7 @@ def test_every_token_is_accounted_for(
 
 
 def test_text_needs_a_tokenizer(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="text needs a tokenizer, and there is none"):
+    with pytest.raises(UserError, match="text needs a tokenizer, and the model has none"):
         prepare_module.prepare_rows(config(), None, dataset=["text"], cache_folder=tmp_path, report=lambda line: None)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -90,26 +91,87 @@ def test_a_named_file_that_is_no_text_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("bok.txt", r"does not exist.* Did you mean .*/book\.txt"),
-        ("none/book.txt", r"The folder .*none does not exist"),
+        ("bok.txt", r"no file or folder '.*/bok.txt' in /.*; allowed: a text file, .* Did you mean /.*/book\.txt\?"),
+        ("bin/x", r"no file or folder '.*/bin/x': /.* has no folder bin; .* There are the folders images, pipes, void\."),
+        ("image/a.txt", r"has no folder image; .* Did you mean the folder /.*/images\?"),
+        ("void/book.txt", r"no file or folder '.*/void/book.txt' in /.*/void; .* There is no file in it\."),
+        ("book.txt.gzz", r"Did you mean /.*/book\.txt\.gz\?"),
+        ("zzz.log", r"There are book\.txt, book\.txt\.gz, data\.csv, images and 2 more\."),
         ("*.md", "no file matches"),
+        ("pipes/pipe", r"'.*/pipe' is a pipe or a device, not an ordinary file"),
+        ("pipes/link.txt", r"'.*/link.txt' is a link to nothing"),
         ("book.txt.gz", "is packed"),
         ("data.csv", r"not read directly.*datasets: \[\{path: csv, data_files: .*data.csv\}\]"),
         ("void", "is an empty folder"),
-        ("images", r"no text file; 1 file left out: unknown ending \(a.png\).*by a glob"),
+        (
+            "images",
+            r"no file that is read: 1 file left out: unknown ending \(a.png\); .* such as /.*/images/\*\*/\*\.png",
+        ),
     ],
 )
 def test_what_is_not_there_is_named(tmp_path: Path, name: str, sentence: str) -> None:
     for file in ("book.txt", "book.txt.gz", "data.csv", "images/a.png"):
         (tmp_path / file).parent.mkdir(exist_ok=True)
         (tmp_path / file).write_text("x")
-    (tmp_path / "void").mkdir()
+    for folder in ("void", "pipes"):
+        (tmp_path / folder).mkdir()
+    os.mkfifo(tmp_path / "pipes" / "pipe")
+    (tmp_path / "pipes" / "link.txt").symlink_to(tmp_path / "nowhere")
     with pytest.raises(UserError, match=sentence):
         rows_of(tmp_path, tmp_path / name)
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["bok.txt", "book.tx", "book.parquett", "boks/book.jsonll", "./books", "/books", "~/nowhere/books", "books/", "here/books",
+     "a b", "some\\where", "book.bin", "a/b/c", "new*", "owner/data.json"],
+)  # fmt: skip
+def test_what_looks_like_a_path_is_never_asked_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Half a minute of retries without network, and then a sentence about the hub."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda *_, **__: pytest.fail("the hub was asked"))
+    with pytest.raises(UserError, match=r"no file or folder|no file matches"):
+        rows_of(tmp_path / "cache", name)
+
+
+@pytest.mark.parametrize("name", ["wikitext", "owner/books", "owner/data-v1.5", "allenai/c4", "owner/hh_rlhf.v2"])
+def test_what_may_be_on_the_hub_is_asked_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    def offline(*_: Any, **__: Any) -> None:
+        raise ConnectionError(f"Couldn't reach {name!r}")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets, "load_dataset_builder", offline)
+    (tmp_path / "wiki.text").write_text("x")
+    with pytest.raises(UserError, match=f"'{name}' is no file or folder in /.*, nor did the hub .*: Couldn't reach") as told:
+        rows_of(tmp_path / "cache", name)
+    assert ("Did you mean wiki.text here?" in str(told.value)) == (name == "wikitext")
+
+
+def test_a_folder_below_that_may_not_be_read_is_not_left_out_silently(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "all" / "locked").mkdir(parents=True)
+    (tmp_path / "all" / "book.txt").write_text("x")
+    look = os.scandir
+
+    def scandir(path: Any) -> Any:
+        if str(path).endswith("locked"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return look(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(UserError, match=r"the folder .*/locked may not be read"):
+        rows_of(tmp_path, tmp_path / "all")
+
+
+def test_a_folder_of_files_that_cannot_be_read_says_why(tmp_path: Path) -> None:
+    (tmp_path / "all").mkdir()
+    (tmp_path / "all" / "latin.txt").write_bytes(b"\xe4\xf6")
+    with pytest.raises(UserError, match=r"no row at all; .*; 1 file left out: not UTF-8 \(latin.txt\)"):
+        rows_of(tmp_path, tmp_path / "all")
+
+
 def test_a_name_that_is_nowhere(cached: Path) -> None:
-    with pytest.raises(UserError, match="dataset 'nobody/no-such-data' was not found on this machine, nor"):
+    with pytest.raises(UserError, match=r"'nobody/no-such-data' is no file or folder in /.*, nor did the hub give"):
         rows_of(cached, "nobody/no-such-data")
 
 
@@ -160,7 +222,7 @@ def test_a_line_without_the_column_is_no_empty_document(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"line 2 is no JSON"):
         rows_of(tmp_path, path)
     path.write_text('["a"]\n')
-    with pytest.raises(UserError, match=r"line 1 holds list; allowed: one JSON object a line"):
+    with pytest.raises(UserError, match=r"line 1 holds a list; allowed: one JSON object a line"):
         rows_of(tmp_path, path)
 
 
@@ -237,7 +299,7 @@ def test_a_folder_of_records_with_splits(cached: Path) -> None:
         rows_of(cached, hub, dataset_train_split="valid")
     with pytest.raises(UserError, match="shuffle_dataset needs every document within reach"):
         rows_of(cached, hub, dataset_streaming=True, shuffle_dataset=True)
-    with pytest.raises(UserError, match="was not found locally"):
+    with pytest.raises(UserError, match=r"\(name: french\) cannot be opened: .*Available: \['default'\]"):
         rows_of(cached, hub, dataset_config="french")
 
 
@@ -325,7 +387,7 @@ def test_data_from_python(tmp_path: Path, data: Any) -> None:
         ([5], "the list, item 0 holds a number"),
         (datasets.Dataset.from_dict({"txt": ["a"]}), "the dataset has no column 'text', only txt"),
         (datasets.DatasetDict({"all": datasets.Dataset.from_dict({"text": ["a"]})}), "no split 'train'; allowed: all"),
-        ("nowhere/at/all.txt", "does not exist"),
+        ("nowhere/at/all.txt", "has no folder nowhere"),
     ],
 )
 def test_python_data_that_cannot_be_read(tmp_path: Path, data: Any, sentence: str) -> None:

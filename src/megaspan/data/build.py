@@ -162,10 +162,20 @@ class Preparation:
             return
         names = ", ".join(source.name for source in self.sources)
         if not ledger.row_tokens:
-            if ledger.lost:
-                check_lost(self.config, ledger)
+            if ledger.dropped_documents:
+                longest = ledger.longest_document
+                longer = f", or max_length: {longest}" if longest > self.config.max_length else ""  # rows packed elsewhere: no
+                raise UserError(
+                    f"{names}: no row at all; overlong: {self.config.overlong} leaves out what is longer than max_length, "
+                    f"{self.config.max_length:,} tokens, and all of it is; the longest document has {longest:,} "
+                    f"({ledger.longest_place})",
+                    do=f"Write overlong: split, which keeps all of it, overlong: truncate{longer}",
+                )
+            left_out = "; ".join(line for source in ledger.sources for line in source.skipped)
             raise UserError(
-                f"{names}: no row at all; {ledger.documents:,} documents with text, {ledger.empty_documents:,} empty ones",
+                f"{names}: no row at all; {ledger.documents:,} documents with text, {ledger.empty_documents:,} empty ones"
+                + (f"; {left_out}" if left_out else ""),
+                allowed="text with at least one token that is no white space",
                 do="Check that the data holds text",
             )
         rows = np.load(writer.folder / "rows.npy")
@@ -247,7 +257,8 @@ def check_lost(config: SFTConfig, ledger: TokenLedger) -> None:
     documents = ledger.truncated_documents + ledger.dropped_documents
     raise UserError(
         f"overlong: {config.overlong} would lose {ledger.lost:,} of {total:,} tokens ({100 * ledger.lost / total:.2f} %), in "
-        f"{documents:,} of {ledger.documents:,} documents; the longest has {ledger.longest_document:,} tokens",
+        f"{documents:,} of {ledger.documents:,} documents; the longest has {ledger.longest_document:,} "
+        f"({ledger.longest_place}), max_length is {config.max_length:,}",
         allowed=f"max_lost_tokens, {f'{100 * limit:g} %' if limit <= 1 else f'{limit:,.0f} tokens'}",
-        do=f"Write overlong: split, a larger max_length, or max_lost_tokens: {ledger.lost}",
+        do=f"Write overlong: split, max_length: {ledger.longest_document}, or max_lost_tokens: {ledger.lost}",
     )

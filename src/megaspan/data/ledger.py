@@ -129,6 +129,11 @@ class TokenLedger:
         """Tokens of the longest document."""
         return max((source.longest for source in self.sources), default=0)
 
+    @property
+    def longest_place(self) -> str:
+        """Where the longest document is."""
+        return max(self.sources, key=lambda source: source.longest).longest_place if self.sources else ""
+
     def to_dict(self) -> dict[str, Any]:
         """The ledger as JSON."""
         return dataclasses.asdict(self) | {"masked_rows": list(self.masked_rows), "sources": [vars(s) for s in self.sources]}

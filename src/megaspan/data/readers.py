@@ -141,12 +141,22 @@ class JsonLines(Source):
         try:
             record = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
         except (UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise UserError(f"{place} is no JSON", found=str(error), allowed="one JSON object a line") from error
+            do = "Mend or remove this line; a file of one long list is not read, nor is an object over several lines"
+            raise UserError(f"{place} is no JSON: {_why(error)}", allowed="one JSON object a line", do=do) from error
         if not isinstance(record, dict):
-            raise UserError(f"{place} holds {type(record).__name__}", allowed="one JSON object a line")
+            what = {"list": "a list", "str": "a text", "NoneType": "null", "bool": "true or false"}.get(type(record).__name__)
+            do = 'Write every record on a line of its own: {"text": "…"}'
+            raise UserError(f"{place} holds {what or 'a number'}", allowed="one JSON object a line", do=do)
         if self._renderer is None:
             self._renderer = choose_renderer(list(record), self._columns, self._text_field, self.name, more=True)
         return self._renderer.render(record, place)
+
+
+def _why(error: UnicodeDecodeError | json.JSONDecodeError) -> str:
+    """What is wrong with a line, and where in it."""
+    if isinstance(error, UnicodeDecodeError):
+        return f"byte {error.start + 1} is not UTF-8"
+    return f"{error.msg.removesuffix(' at')}, at character {error.pos + 1}"
 
 
 def choose_renderer(

@@ -8,19 +8,19 @@ never asked of the hub. Everything is decided here, before the first token, and 
 from __future__ import annotations
 
 import glob
+import os
 import re
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megaspan.data.names import OTHER_RECORDS, READ, UNPACK, is_path, not_on_the_hub, nothing_there
 from megaspan.data.readers import JsonLines, Source, TextFiles
 from megaspan.data.tables import Listed, Parquet, Stream, Table
-from megaspan.data.textfiles import NAMES, PROSE, RECORDS, SkippedFiles, ending, is_text_name, text_of, walk
-from megaspan.human import UserError, nearest
-
-_UNPACK = ("gz", "zst", "zip", "xz", "bz2", "tar", "7z")
-_OTHER_RECORDS = ("csv", "tsv", "arrow", "json")
+from megaspan.data.textfiles import NAMES, RECORDS, SkippedFiles, ending, is_text_name, text_of, walk
+from megaspan.human import UserError
 
 
 @dataclass(frozen=True)
@@ -60,16 +60,15 @@ def open_entry(entry: Entry, wish: Wish) -> list[Source]:
         UserError: nothing is there, or it has no such split.
     """
     path = Path(entry.path).expanduser()
-    if entry.data_files is not None or entry.data_dir is not None:
-        return [_from_datasets(entry, wish)]
-    if path.is_dir():
-        return _folder(entry, path, wish)
-    matches = [path] if path.is_file() else _matches(entry.path)
+    picked = entry.data_files is not None or entry.data_dir is not None
+    if os.path.isdir(path):
+        return [_from_datasets(entry, wish)] if picked else _folder(entry, path, wish)
+    matches = [] if picked else [path] if os.path.isfile(path) else _matches(entry.path)
     if matches:
         _plain(entry, wish)
         return _files(entry, matches, wish)
-    if _looks_like_path(entry.path):
-        raise _not_found(entry.path)
+    if is_path(entry.path) and not (picked and os.path.isfile(path)):
+        raise nothing_there(entry.path)
     return [_from_datasets(entry, wish)]
 
 
@@ -107,7 +106,8 @@ def _folder(entry: Entry, folder: Path, wish: Wish) -> list[Source]:
         wish = Wish(wish.split, wish.split, wish.text_field, wish.streaming, wish.shuffle)
     files = walk(folder)
     if not files:
-        raise UserError(f"{entry.path} is an empty folder", do="Name a folder with text files, .jsonl or .parquet")
+        what = f"{entry.path} is an empty folder (hidden files and caches are not looked at)"
+        raise UserError(what, allowed=READ, do="Put the text there, or check the name")
     records = [path for path in files if ending(path) in RECORDS]
     beside = [path for path in files if is_text_name(path) and path.stem.lower() not in NAMES]
     if records and not beside:
@@ -120,10 +120,17 @@ def _folder(entry: Entry, folder: Path, wish: Wish) -> list[Source]:
     taken = text_of(folder, files, skipped)
     if not taken:
         raise UserError(
-            f"{entry.path} has no text file; {'; '.join(skipped.lines())}",
-            do="Name the files by a glob such as folder/**/*.log to take other endings",
+            f"{entry.path} holds no file that is read: {'; '.join(skipped.lines())}",
+            allowed="endings of text and code (.txt, .md, .py, …), .jsonl, .ndjson and .parquet",
+            do=f"To take other endings write a glob such as {Path(entry.path)}/**/*{_an_ending(files)}",
         )
     return [TextFiles(entry.path, taken, skipped=skipped)]
+
+
+def _an_ending(files: Sequence[Path]) -> str:
+    """The most frequent ending, for an example that would work."""
+    endings = [path.suffix for path in files if path.suffix]
+    return max(endings, key=endings.count, default=".log")
 
 
 def _names_a_split(path: Path) -> bool:
@@ -149,14 +156,14 @@ def _subfolders(folder: Path) -> list[str]:
 def _files(entry: Entry, paths: Sequence[Path], wish: Wish) -> list[Source]:
     """Files that the user named, one by one or by a glob: text in one source, every file of records in its own."""
     sources: list[Source] = []
-    text = [path for path in paths if ending(path) not in (*RECORDS, *_UNPACK, *_OTHER_RECORDS)]
+    text = [path for path in paths if ending(path) not in (*RECORDS, *UNPACK, *OTHER_RECORDS)]
     if entry.columns and text:
         raise UserError(f"{entry.path} is text, which has no columns ({', '.join(entry.columns)})", do="Remove columns")
     for path in paths:
         kind = ending(path)
-        if kind in _UNPACK:
+        if kind in UNPACK:
             raise UserError(f"{path} is packed", do="Unpack it first")
-        if kind in _OTHER_RECORDS:
+        if kind in OTHER_RECORDS:
             reader = kind if kind != "tsv" else "csv"
             do = f"Write datasets: [{{path: {reader}, data_files: {path}}}], or convert it to .jsonl or .parquet"
             raise UserError(f"{path} is not read directly", allowed="text files, .jsonl, .ndjson and .parquet", do=do)
@@ -191,21 +198,6 @@ def _plain(entry: Entry, wish: Wish, *, any_split: bool = False) -> None:
         )
 
 
-def _looks_like_path(text: str) -> bool:
-    if text.startswith(("/", "./", "../", "~")) or glob.has_magic(text) or text.count("/") > 1:
-        return True
-    return ending(Path(text)) in (*RECORDS, *_UNPACK, *_OTHER_RECORDS, *PROSE, "py")
-
-
-def _not_found(text: str) -> UserError:
-    if glob.has_magic(text):
-        return UserError(f"no file matches {text!r}", do="Check the folder; ** looks into folders below")
-    path = Path(text).expanduser()
-    close = nearest(path.name, [inside.name for inside in path.parent.iterdir()]) if path.parent.is_dir() else None
-    there = f"Did you mean {path.parent / close}?" if close else f"The folder {path.parent} does not exist"
-    return UserError(f"{text!r} does not exist", do=there if close or not path.parent.is_dir() else "Check its name")
-
-
 def _from_disk(entry: Entry, folder: Path, wish: Wish) -> Source:
     """A folder written by `save_to_disk`."""
     import datasets
@@ -230,10 +222,15 @@ def _from_datasets(entry: Entry, wish: Wish) -> Source:
             entry.path, name=entry.name, data_dir=entry.data_dir, data_files=entry.data_files
         )
     except (FileNotFoundError, ValueError, OSError) as error:
-        where = "locally" if Path(entry.path).exists() else "on this machine, nor can it be loaded from the hub"
+        said = str(error).partition(" with any supported extension [")[0]  # dozens of endings
+        reason = textwrap.shorten(said or type(error).__name__, 200, placeholder=" …")
+        if entry.data_files is None and entry.data_dir is None and entry.name is None and not Path(entry.path).exists():
+            raise not_on_the_hub(entry.path, reason) from error
+        asked = {"name": entry.name, "data_dir": entry.data_dir, "data_files": entry.data_files}
+        options = ", ".join(f"{key}: {value}" for key, value in asked.items() if value is not None)
         raise UserError(
-            f"dataset {entry.path!r} was not found {where}: {str(error).splitlines()[0]}",
-            do="Check dataset_name and its options",
+            f"the dataset {entry.path}{f' ({options})' if options else ''} cannot be opened: {reason}",
+            do="Check its path, name (dataset_config), data_dir and data_files: relative paths begin where megaspan is started",
         ) from error
     splits = list(builder.info.splits or builder.config.data_files or ())
     if splits and wish.split.split("[")[0] not in splits:

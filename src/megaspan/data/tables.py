@@ -42,7 +42,8 @@ class Parquet(Source):
         try:
             file = pq.ParquetFile(self._path)
         except pa.ArrowInvalid as error:
-            raise UserError(f"{self._path} is no parquet file", found=str(error)) from error
+            do = "Write it again, or rename it if it is something else"
+            raise UserError(f"{self._path} is no parquet file: {str(error).splitlines()[0]}", do=do) from error
         with file:
             renderer = choose_renderer(file.schema_arrow.names, self._columns, self._text_field, self.name)
             groups = [file.metadata.row_group(index) for index in range(file.metadata.num_row_groups)]

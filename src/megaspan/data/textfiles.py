@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megaspan.human import UserError
+
 PROSE = ("txt", "text", "md", "markdown", "mdx", "rst", "tex", "org", "adoc", "asciidoc", "textile", "srt", "vtt")
 CODE = (
     "py", "pyi", "pyx", "pxd", "c", "h", "cc", "cpp", "cxx", "c++", "hh", "hpp", "hxx", "cu", "cuh", "inl", "m", "mm", "rs",
@@ -76,9 +78,17 @@ def is_text_name(path: Path) -> bool:
 
 
 def walk(folder: Path) -> list[Path]:
-    """Every file below `folder` in the order of paths, without hidden ones and caches; links to folders are not followed."""
+    """Every file below `folder` in the order of paths, without hidden ones and caches; links to folders are not followed.
+
+    Raises:
+        UserError: a folder may not be read: its text would be missing without a word.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise UserError(f"the folder {error.filename} may not be read", do="Check its permissions, or name others by a glob")
+
     found: list[Path] = []
-    for place, folders, names in os.walk(folder):
+    for place, folders, names in os.walk(folder, onerror=refuse):
         folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in FOLDERS_LEFT_OUT)
         found += [Path(place, name) for name in names if not name.startswith(".")]
     return sorted(found, key=lambda path: path.relative_to(folder).parts)
@@ -89,7 +99,7 @@ def text_of(folder: Path, files: Iterable[Path], skipped: SkippedFiles) -> list[
     taken = []
     for path in files:
         name = path.relative_to(folder).as_posix()
-        if not path.is_file():
+        if not os.path.isfile(path):
             skipped.add("broken link or no plain file", name)
         elif is_text_name(path):
             taken.append(path)

@@ -125,6 +125,7 @@ class Tokeniser:
             if document.text is None or not document.text or document.text.isspace():
                 yield _Job(document, number, None, True, True)
                 continue
+            _refuse_halves(document.text, document.place)
             shell = Document(document.place, source=document.source)
             text: str | None = None
             first = True
@@ -151,7 +152,8 @@ class Tokeniser:
         if self._frame is not None:
             return
         if self._tokenizer is None:
-            raise UserError("text needs a tokenizer, and there is none", do="Name a model that has one, or give input_ids")
+            do = "Copy tokenizer.json and tokenizer_config.json of its base model into its folder, or give input_ids"
+            raise UserError("text needs a tokenizer, and the model has none", do=do)
         self._frame = find_frame(self._tokenizer, self._eos_id)
         self.special_ids |= {*self._frame.front, *self._frame.end}
         if self._frame.front:
@@ -230,3 +232,14 @@ def _as_ids(ids: list[int]) -> np.ndarray:
     if len(array) and (array.min() < 0 or array.max() > LARGEST_ID):
         raise UserError("the tokenizer gave an id outside 0 … 2³¹ − 1", got=int(array.max()))
     return array.astype(np.uint32)
+
+
+def _refuse_halves(text: str, place: str) -> None:
+    """A text with half of a surrogate pair is no Unicode: JSON can spell one, no tokenizer can read it."""
+    try:
+        text.isascii() or text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"{place} holds half a character, \\u{ord(text[error.start]):04x}, at character {error.start + 1:,}",
+            do="Write the whole text as UTF-8: the two halves of such a character only mean something together",
+        ) from error
