@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from megaspan.attention.context import RowRanks
-from megaspan.layers.balance import Balance, balance_loss, knows_balance, probability_sum, sums_of
+from megaspan.layers.balance import Balance, balance_loss, knows_balance, probability_sum, real_tokens, sums_of
 from megaspan.layers.routing import Router, find_router, watching
 from tests.gloo import run_ranks
 from tests.layers.test_routing import BALANCED, MOE, distance, rows, run, tiled
@@ -60,6 +60,24 @@ def test_ranks_with_the_counts_of_all_have_shares_of_the_loss() -> None:
     assert distance(got, right) < 1e-6
 
 
+@pytest.mark.parametrize("family", BALANCED)
+def test_padding_is_left_out_as_by_transformers_mask(family: str) -> None:
+    """Counts, probabilities and their divisor; in pieces, one of which is padding alone, and its gradient is zero."""
+    function = sys.modules[type(tiny(family)).__module__].load_balancing_loss_func
+    logits = [(3 * torch.randn(37, 6, generator=torch.Generator().manual_seed(seed))).requires_grad_() for seed in (1, 2)]
+    real_t = real_tokens(37, torch.device("cpu"), None, 8)
+    assert real_t is not None
+    balance = Balance(2, 2, None, real_t)
+    for layer in logits:
+        for tokens in (slice(0, 17), slice(17, 33), slice(33, 37)):
+            balance.add(sums_of(layer[tokens], 2, real_t[tokens]))
+    got, want = balance.loss(37), function(tuple(logits), 6, 2, real_t[None].long())
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
+    for left, right in zip(torch.autograd.grad(got, logits), torch.autograd.grad(want, logits), strict=True):
+        assert distance(left, right) < 1e-6
+        assert not left[29:].any()
+
+
 def test_bf16_logits_are_summed_in_fp32() -> None:
     logits = torch.randn(20_000, 4, generator=torch.Generator().manual_seed(0)).bfloat16()
     got = sums_of(logits, 1)
@@ -95,10 +113,14 @@ def _ranks_share(rank: int, world: int) -> None:
         whole, shared = Balance(2, 2), None
         padded = torch.cat([rows(length), 3 * rows(world * slots - length, seed=9)], dim=1)
         mine = padded[:, rank * slots : (rank + 1) * slots]
+        here = min(slots, max(0, length - rank * slots))
+        places = torch.arange(rank * slots, (rank + 1) * slots)
         row: Any = SimpleNamespace(
-            tokens=min(slots, max(0, length - rank * slots)), ranks=ranks, layout=SimpleNamespace(tokens=length)
+            tokens=here, slots=slots, ranks=ranks, layout=SimpleNamespace(tokens=length), token_index=places
         )
-        shared = Balance(2, 2, row)
+        real_t = real_tokens(slots, torch.device("cpu"), row)
+        assert (real_t is None) == (here == slots)
+        shared = Balance(2, 2, row, real_t)
         losses, gradients = [], []
         for x, balance, count in ((rows(length), whole, length), (mine, shared, slots)):
             for layer in model.model.layers:

@@ -66,7 +66,7 @@ def tiled(layer: Any, x: Tensor, sizes: tuple[int, int], balance: Balance | None
     """The MLP of a layer in tiles of `sizes` tokens, forward and backward."""
     router = find_router(layer)
     assert isinstance(router, Router)
-    asked = () if balance is None else (balance.top_k, balance.counted)
+    asked = () if balance is None else (balance.top_k, balance.real_t)
     routing = Routing(router, x.shape[1], *asked)
     y, probabilities_X = _Tiled.apply(x, layer, routing, sizes, *layer.mlp.parameters())
     if balance is not None:

@@ -222,7 +222,13 @@ def work_of(model: nn.Module) -> Work:
 
 def is_attention(module: nn.Module) -> bool:
     """Whether a module calls transformers' attention function, as far as its attributes show."""
-    return hasattr(module, "num_key_value_groups") and hasattr(module, "head_dim")
+    names = (("num_key_value_groups", "head_dim"), ("is_causal", "head_size"))  # the second pair is GPT-NeoX's
+    return any(all(hasattr(module, name) for name in pair) for pair in names)
+
+
+def _head_size(module: Any) -> int:
+    """Channels of a head."""
+    return int(module.head_dim if hasattr(module, "head_dim") else module.head_size)
 
 
 def _window_of(module: Any) -> int | None:
@@ -243,7 +249,7 @@ def _kernels(module: nn.Module, row: RowContext | None) -> tuple[Kernel, ...]:
 def _share(module: Any, sp_size: int) -> int | None:
     """Query heads of a KV head in one call: fewer where several ranks share a KV head."""
     heads = getattr(getattr(module, "config", None), "num_attention_heads", None)
-    share = int(module.num_key_value_groups)
+    share = int(getattr(module, "num_key_value_groups", 1))
     return share if heads is None else max(1, min(share, heads // sp_size))
 
 
@@ -305,7 +311,7 @@ def _choices(
     for module in model.modules():
         if is_attention(module):
             window, softcap = _window_of(module), getattr(module, "attn_logit_softcapping", None)
-            case = case_of(parameter.device, dtype, int(module.head_dim), window, softcap, length, length)  # type: ignore[arg-type]
+            case = case_of(parameter.device, dtype, _head_size(module), window, softcap, length, length)  # type: ignore[arg-type]
             sinks = getattr(module, "sinks", None) is not None
             if (case, sinks) not in kinds:
                 share = None if packed_over is None else _share(module, packed_over)

@@ -7,7 +7,8 @@ vectors, `Sums` of its tokens; the gradient of the loss by a sum of probabilitie
 layer's backward gets and applies tile by tile (`routing.py`). f has no gradient, in transformers' function neither.
 
 Where a row lies on several ranks, f is of all of them: one all-reduce of X whole numbers a forward. P is each rank's own, so
-that the ranks' losses, and their gradients, add up to the row's. Padding slots are no tokens. Letters: X experts.
+that the ranks' losses, and their gradients, add up to the row's. Padding is no token, as under transformers' `attention_mask`:
+neither the slots that a layout fills up, nor what `pad_to_multiple_of` put at a row's end. Letters: X experts.
 
 Source: Fedus et al. 2022, "Switch Transformers", arXiv 2101.03961, equations 4 to 6; the form is transformers'
 `load_balancing_loss_func`.
@@ -34,7 +35,7 @@ class Sums:
     Attributes:
         probabilities_X: fp32, sum of the router's probabilities over the tokens.
         counts_X: int64, how many tokens chose the expert.
-        tokens: how many.
+        tokens: how many there were, padding included: a check, not the divisor.
     """
 
     probabilities_X: Tensor
@@ -45,25 +46,45 @@ class Sums:
         return Sums(self.probabilities_X + other.probabilities_X, self.counts_X + other.counts_X, self.tokens + other.tokens)
 
 
-def sums_of(logits_tX: Tensor, top_k: int) -> Sums:
+def real_tokens(slots: int, device: torch.device, row: RowContext | None = None, padding: int = 0) -> Tensor | None:
+    """Which of a rank's slots hold a token that is no padding: bool [slots] on the device; None where all do.
+
+    Args:
+        slots: of this rank.
+        device: where its layers compute.
+        row: how the row lies on ranks and in documents; None for one document on this rank.
+        padding: tokens at the end of the whole row that are padding.
+    """
+    if row is not None and (padding or row.tokens < row.slots):
+        return row.token_index < row.layout.tokens - padding
+    return torch.arange(slots, device=device) < slots - padding if padding else None
+
+
+def sums_of(logits_tX: Tensor, top_k: int, real_t: Tensor | None = None) -> Sums:
     """The sums of some tokens' logits, with the graph of the probabilities if the logits have one.
+
+    `real_t` says which of them count, None for all.
 
     The choice that counts is that of the highest logits, as in transformers: a router that adds a bias to its scores first
     counts as if it did not.
     """
-    chosen = logits_tX.detach().topk(top_k, dim=-1).indices.flatten()
+    chosen_tk = logits_tX.detach().topk(top_k, dim=-1).indices
+    ones_tk = torch.ones_like(chosen_tk) if real_t is None else real_t[:, None].expand_as(chosen_tk).to(torch.int64)
     # Integers: their sum does not depend on the order of additions, and nothing waits for the device.
-    counts = torch.zeros(logits_tX.shape[1], dtype=torch.int64, device=chosen.device)
-    counts.scatter_add_(0, chosen, torch.ones_like(chosen))
-    return Sums(probability_sum(logits_tX), counts, logits_tX.shape[0])
+    counts = torch.zeros(logits_tX.shape[1], dtype=torch.int64, device=chosen_tk.device)
+    counts.scatter_add_(0, chosen_tk.flatten(), ones_tk.flatten())
+    return Sums(probability_sum(logits_tX, real_t), counts, logits_tX.shape[0])
 
 
-def probability_sum(logits_tX: Tensor) -> Tensor:
-    """The sum over tokens of the probabilities, fp32 (fp64 for fp64) [X], differentiable."""
-    return logits_tX.softmax(dim=-1, dtype=torch.promote_types(logits_tX.dtype, torch.float32)).sum(dim=0)
+def probability_sum(logits_tX: Tensor, real_t: Tensor | None = None) -> Tensor:
+    """The sum over tokens (those that are real) of the probabilities, fp32 (fp64 for fp64) [X], differentiable."""
+    probabilities_tX = logits_tX.softmax(dim=-1, dtype=torch.promote_types(logits_tX.dtype, torch.float32))
+    if real_t is not None:
+        probabilities_tX = torch.where(real_t[:, None], probabilities_tX, 0.0)
+    return probabilities_tX.sum(dim=0)
 
 
-def balance_loss(probabilities_X: Tensor, counts_X: Tensor, tokens: int) -> Tensor:
+def balance_loss(probabilities_X: Tensor, counts_X: Tensor, tokens: int | Tensor) -> Tensor:
     """The balance loss of sums over all layers and pieces: X * sum_X (counts / tokens) * (probabilities / tokens).
 
     Where tokens lie on several ranks, `counts_X` and `tokens` are to be summed over them first; each rank's probabilities then
@@ -88,14 +109,11 @@ class Balance:
         top_k: experts for each token.
         layers: how many have experts.
         row: how the row lies on ranks; None for a batch that lies on this one.
-
-    Attributes:
-        counted: of each layer's tokens the first so many count, those after them are padding; None for all.
+        real_t: which of this rank's slots count (`real_tokens`); None for all.
     """
 
-    def __init__(self, top_k: int, layers: int, row: RowContext | None = None) -> None:
-        self.top_k, self.layers = top_k, layers
-        self.counted = None if row is None else row.tokens
+    def __init__(self, top_k: int, layers: int, row: RowContext | None = None, real_t: Tensor | None = None) -> None:
+        self.top_k, self.layers, self.real_t = top_k, layers, real_t
         self._row = row
         self._sums: Sums | None = None
 
@@ -109,17 +127,16 @@ class Balance:
         All ranks of the row call this together.
 
         Args:
-            tokens: of the batch, or slots of this rank, as a check that no layer is missing.
+            tokens: of the batch, or slots of this rank, padding included, as a check that no layer is missing.
 
         Raises:
             RuntimeError: one is.
         """
         seen = 0 if self._sums is None else self._sums.tokens
-        tokens = tokens if self.counted is None else self.counted
         if self._sums is None or seen != tokens * self.layers:
             raise RuntimeError(f"router logits of {seen} tokens were seen, not of {tokens} in each of {self.layers} layers")
-        whole = tokens if self._row is None else self._row.layout.tokens
-        return balance_loss(self._sums.probabilities_X, self.over_row(self._sums.counts_X), whole * self.layers)
+        counts_X = self.over_row(self._sums.counts_X)
+        return balance_loss(self._sums.probabilities_X, counts_X, counts_X.sum() / self.top_k)  # each chose so many
 
     def over_row(self, number: Tensor) -> Tensor:
         """The sum of a tensor of whole numbers over the ranks of the row; all of them call this together."""

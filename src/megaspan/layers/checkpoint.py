@@ -10,6 +10,8 @@ with its own forward, everything but the positional arguments bound, and the hid
 rest: it saves the positional tensors, which is where the offload's hooks sit, and its recomputation stops at the last tensor
 that the backward needs. cos, sin and masks are keyword arguments, shared by all layers, and stay.
 
+Most of what a layer computes again is its MLP, four to seven tensors of its width: `tiled_mlp.py` has a tile of them at a time.
+
 The recomputation sees what the forward saw: autocast and the permitted attention backends (the backward may run after the scope
 that chose them has been left, case R62) and, where the layer draws random numbers, the generator's state.
 
@@ -21,7 +23,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,11 +31,14 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import _cur_sdpa_kernel_backends, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from megaspan.attention.context import RowContext
 from megaspan.human import UserError
 from megaspan.layers.dropout import DropoutHandle, install_dropout
+from megaspan.layers.shards import gathered
+from megaspan.layers.tiled_mlp import TiledForward, Tiling, find_mlps
 from megaspan.memory.disk import DiskTier
 from megaspan.memory.offload import LayerInputs, OffloadStats
 from megaspan.memory.saved import SavedInput
@@ -60,10 +65,12 @@ class CheckpointStats(OffloadStats):
     Attributes:
         layers: layers that are checkpointed.
         moved: of those, how many send their input to the host.
+        tiled: how many run whole but for their MLP, which runs in tiles.
     """
 
     layers: int = 0
     moved: int = 0
+    tiled: int = 0
 
 
 class Checkpointing:
@@ -92,6 +99,9 @@ class Checkpointing:
         self.offload, self.keep_on_device, self.on_layer = offload, keep_on_device, on_layer
         self._host_limit, self._disk, self._layers_on_disk = host_limit, disk, layers_on_disk
         self.dropout = DropoutHandle()
+        self.untiled: dict[int, str] = {}
+        self._tiling: Tiling | None = None
+        self._tiled: dict[int, list[torch.nn.Module]] = {}
         self._inputs: LayerInputs | None = None
         self._layers: list[GradientCheckpointingLayer] = []
         self._before: list[tuple[torch.nn.Module, dict[str, Any]]] = []
@@ -122,8 +132,36 @@ class Checkpointing:
             if hasattr(module, "gradient_checkpointing") and not isinstance(module, GradientCheckpointingLayer):
                 self._set(module, functools.partial(checkpoint, use_reentrant=False))
 
+    def tile_mlps(self, model: torch.nn.Module, tile_tokens: int, indices: Iterable[int] | None = None) -> None:
+        """Runs the MLPs of layers in tiles wherever they are found to work token by token; after `install`.
+
+        Afterwards `untiled` has, by layer, why a part of it that looks like an MLP runs whole.
+
+        Args:
+            model: the one that was installed on. All ranks of a sharded one call this together.
+            tile_tokens: most tokens of a tile; shorter rows run in one pass.
+            indices: of the layers; None for all.
+        """
+        live: Any = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+        if live is None:
+            return
+        self._tiling = Tiling(tile_tokens, self.dropout)
+        for index in range(len(self._layers)) if indices is None else indices:
+            layer = self._layers[index]
+            with gathered(layer):
+                found, reasons = find_mlps(layer, live.config.get_text_config().hidden_size)
+            if found:
+                self._tiled[index] = [layer.get_submodule(name) for name in found]
+            if reasons:
+                self.untiled[index] = "; ".join(reasons)
+            for module in self._tiled.get(index, []):
+                module.__dict__["forward"] = TiledForward(module, self._tiling)
+
     def remove(self) -> None:
         """Restores the model and frees the host memory."""
+        for module in itertools.chain(*self._tiled.values()):
+            module.__dict__.pop("forward", None)
+        self._tiled, self._tiling, self.untiled = {}, None, {}
         for module, before in self._before:
             for name, value in before.items():
                 if value is _ABSENT:
@@ -178,7 +216,7 @@ class Checkpointing:
     def stats(self) -> CheckpointStats:
         """Layers, host bytes held, bytes moved, seconds spent pinning."""
         moved = vars(self._inputs.stats()) if self._inputs is not None else {}
-        return CheckpointStats(**moved, layers=len(self._layers), moved=self._moved)
+        return CheckpointStats(**moved, layers=len(self._layers), moved=self._moved, tiled=len(self._tiled))
 
     @property
     def _moved(self) -> int:
@@ -197,7 +235,9 @@ class Checkpointing:
 
     def _run(self, index: int, function: Callable[..., Any], *args: Any) -> Any:
         """Runs one layer; `function` is its forward with all keyword arguments bound, `args` begins with the hidden states."""
+        draws = self.dropout.cover(self._layers[index]) is not None
         if not torch.is_grad_enabled():  # transformers 5.17 asks here without gradients too
+            self._allow_tiles(draws)
             return function(*args)
         if not args and isinstance(function, functools.partial):  # a model that passes the hidden states by name
             function, args = _hidden_first(function)
@@ -213,6 +253,7 @@ class Checkpointing:
 
         def run(*inputs: Any) -> Any:
             nonlocal recomputing
+            self._allow_tiles(draws)
             if not recomputing:
                 recomputing = True
                 with self.dropout.at(*place):
@@ -222,15 +263,18 @@ class Checkpointing:
                 return function(*inputs)
 
         self._announce("forward", index, hidden.device)
-        checkpointed = functools.partial(
-            checkpoint, run, *args, use_reentrant=False, preserve_rng_state=self.dropout.cover(self._layers[index]) is not None
-        )
+        checkpointed = functools.partial(checkpoint, run, *args, use_reentrant=False, preserve_rng_state=draws)
         if not self.offload:
             return checkpointed()
         inputs = self._offload(hidden.device)
         if index == 0:
             inputs.start_row(self._moved - self.places()["input"]["disk"])
         return _with_hooks(inputs, hidden.data_ptr(), self.place_of(index), checkpointed)
+
+    def _allow_tiles(self, draws: bool) -> None:
+        """A layer that draws random numbers in its own code would draw others when a tile of it runs again."""
+        if self._tiling is not None:
+            self._tiling.allowed = not draws
 
     def _announce(self, phase: str, index: int, device: torch.device) -> None:
         """Tells the progress bar, once the device has come within two layers of it."""

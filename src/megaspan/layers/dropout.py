@@ -30,7 +30,7 @@ import functools
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -218,6 +218,19 @@ class DropoutHandle:
             yield
         finally:
             self._place = before
+
+    @property
+    def here(self) -> Place | None:
+        """Where the computation is; None outside of `at`."""
+        return self._place
+
+    def at_tile(self, place: Place | None, tokens: slice) -> AbstractContextManager[None]:
+        """`at` some of the tokens of a place, counted from its first; None: no place."""
+        if place is None:
+            return self.at(None, 0)
+        first = place.first_token
+        first = first + tokens.start if isinstance(first, int) else first[tokens]
+        return self.at(place.step_seed, place.layer, first, tokens.stop - tokens.start)
 
     def cover(self, layer: nn.Module) -> str | None:
         """Takes the layer's dropouts that are not taken yet (an adapter that came later); returns what else draws, by name.

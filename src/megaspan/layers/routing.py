@@ -62,7 +62,7 @@ def find_router(layer: Any) -> Router | str | None:
     width = int(layer.self_attn.o_proj.out_features)
     generator = torch.Generator(parameter.device).manual_seed(0)
     x = torch.randn(1, _TRIAL_TOKENS, width, device=parameter.device, dtype=parameter.dtype, generator=generator)
-    spy = _Spy(layer)
+    spy = _Spy(layer.mlp, _MLP)
     try:
         with torch.no_grad(), drawing(0, x.device), spy:
             layer.mlp(x)
@@ -87,6 +87,17 @@ def find_router(layer: Any) -> Router | str | None:
     return Router(name, kept, logits, scores.shape[1])
 
 
+def chooses(module: nn.Module, x: Tensor) -> bool:
+    """Whether a module chooses among something, run on `x`: as a router does among experts."""
+    spy = _Spy(module)
+    try:
+        with spy:
+            module(x)
+    finally:
+        spy.remove()
+    return bool(spy.choices) or spy.reason is not None
+
+
 @final
 class Routing:
     """The choices of one layer in one forward of one row: kept when a tile runs first, taken again whenever it runs again.
@@ -102,12 +113,11 @@ class Routing:
         router: from `find_router`.
         tokens: how many the row has, or its part on this rank, padding included.
         top_k: experts for each token in the balance loss, or None if that is not asked for.
-        counted: the first so many of the tokens count in the balance loss (`Balance.counted`); None for all.
+        real_t: bool [tokens], which of them count in the balance loss (`Balance.real_t`); None for all.
     """
 
-    def __init__(self, router: Router, tokens: int, top_k: int | None = None, counted: int | None = None) -> None:
-        self._router, self._tokens, self._top_k = router, tokens, top_k
-        self._counted = tokens if counted is None else counted
+    def __init__(self, router: Router, tokens: int, top_k: int | None = None, real_t: Tensor | None = None) -> None:
+        self._router, self._tokens, self._top_k, self._real_t = router, tokens, top_k, real_t
         self._chosen: list[Tensor] = []
         self._recorded = 0
         self.sums: Sums | None = None
@@ -135,7 +145,7 @@ class Routing:
         self._recorded += tokens.stop - tokens.start
         if self._top_k is not None:
             for part in logits:
-                found = sums_of(part.detach()[: self._counted_of(tokens)], self._top_k)
+                found = sums_of(part.detach(), self._top_k, self._real(tokens))
                 self.sums = found if self.sums is None else self.sums + found
 
     @contextmanager
@@ -156,11 +166,11 @@ class Routing:
         if mode.left:
             raise RuntimeError(f"the router of {type(layer).__name__} chose less often than in the forward")
         if self._top_k is not None and torch.is_grad_enabled():
-            probabilities += [probability_sum(part[: self._counted_of(tokens)]) for part in logits]
+            probabilities += [probability_sum(part, self._real(tokens)) for part in logits]
 
-    def _counted_of(self, tokens: slice) -> int:
-        """How many tokens of a tile count."""
-        return max(0, min(tokens.stop, self._counted) - tokens.start)
+    def _real(self, tokens: slice) -> Tensor | None:
+        """Which tokens of a tile count."""
+        return None if self._real_t is None else self._real_t[tokens]
 
     def report(self, balance: Balance, probabilities_X: Tensor) -> None:
         """Adds what the forward found to `balance`.
@@ -179,10 +189,11 @@ def watching(layer: nn.Module, router: Router, balance: Balance) -> Iterator[Non
     logits: list[Tensor] = []
     past = 0  # tokens seen before; tiles come in their order
 
-    def counted(logits_tX: Tensor) -> Tensor:
+    def add(logits_tX: Tensor) -> None:
         nonlocal past
         first, past = past, past + logits_tX.shape[0]
-        return logits_tX if balance.counted is None else logits_tX[: max(0, balance.counted - first)]
+        real_t = None if balance.real_t is None else balance.real_t[first:past]
+        balance.add(sums_of(logits_tX, balance.top_k, real_t))
 
     def seen(logits_tX: Tensor) -> None:
         # Of all tiles of all layers they would be too many. Under gradients not inside the layer: what is computed there once
@@ -190,12 +201,12 @@ def watching(layer: nn.Module, router: Router, balance: Balance) -> Iterator[Non
         if torch.is_grad_enabled():
             logits.append(logits_tX)
         else:
-            balance.add(sums_of(counted(logits_tX), balance.top_k))
+            add(logits_tX)
 
     with _within(layer, router, None, seen):
         yield
     for part in logits:
-        balance.add(sums_of(counted(part), balance.top_k))
+        add(part)
 
 
 @contextmanager
@@ -269,16 +280,16 @@ class _Choice:
 class _Spy(TorchFunctionMode):
     """Finds out where in an MLP something is chosen, and how. `remove` takes its hooks off again."""
 
-    def __init__(self, layer: Any) -> None:
+    def __init__(self, mlp: nn.Module, name: str = "") -> None:
         super().__init__()
         self.choices: list[_Choice] = []
         self.outputs: dict[str, Any] = {}
         self.reason: str | None = None
         self._inside: list[str] = []
         self._hooks: list[Any] = []
-        for name, module in layer.mlp.named_modules(prefix=_MLP):
-            self._hooks.append(module.register_forward_pre_hook(self._entering(name)))
-            self._hooks.append(module.register_forward_hook(self._leaving(name)))
+        for inside, module in mlp.named_modules(prefix=name):
+            self._hooks.append(module.register_forward_pre_hook(self._entering(inside)))
+            self._hooks.append(module.register_forward_hook(self._leaving(inside)))
 
     def remove(self) -> None:
         """Takes the hooks off the modules."""

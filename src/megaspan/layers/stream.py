@@ -169,7 +169,7 @@ class LayerRun:
                 groups = head_groups(seen, kv_heads_a_call(seen.k_BGSD.shape[1], sp_size, kv_heads))
         routing, balance = None, self.balance
         if self.router is not None:
-            counts = (None, None) if balance is None else (balance.top_k, balance.counted)
+            counts = (None, None) if balance is None else (balance.top_k, balance.real_t)
             routing = Routing(self.router, x_BTE.shape[1], *counts)
         return replace(self, autocast=autocast, asked=asked, groups=groups, routing=routing, context=context)
 

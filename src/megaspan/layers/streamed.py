@@ -159,6 +159,8 @@ class Streaming:
             self._fused = fuse_norms(self._layers[index] for index in self._streamed())
         if self._streamed():
             self._norm = tile_final_norm(model, self.plan.tile_tokens, self.reuse)
+        whole = [index for index, reason in enumerate(self.reasons) if reason is not None]
+        self.general.tile_mlps(model, self.plan.tile_tokens, whole)
         return self.reasons
 
     def remove(self) -> None:
@@ -211,13 +213,13 @@ class Streaming:
         self.general.discard()
 
     @contextmanager
-    def balancing(self, model: Any, row: RowContext | None = None) -> Iterator[Balance]:
+    def balancing(self, model: Any, row: RowContext | None = None, real_t: Tensor | None = None) -> Iterator[Balance]:
         """Inside, forwards of `model` add to what is yielded, from which the balance loss of its experts is made.
 
-        With `row` they are of a row that lies on several ranks. Only where `balances` says that all routers and the loss are
-        known.
+        With `row` they are of a row that lies on several ranks; `real_t` says which of its tokens here are no padding. Only
+        where `balances` says that all routers and the loss are known.
         """
-        balance = Balance(model.num_experts_per_tok, len(self._routers), row)
+        balance = Balance(model.num_experts_per_tok, len(self._routers), row, real_t)
         layers = checkpointed_layers(model)
         with ExitStack() as watched:
             for index, router in self._routers.items():

@@ -25,13 +25,14 @@ from transformers.utils.generic import ModelOutput
 from megaspan.attention.context import RowContext
 from megaspan.attention.seam import is_attention
 from megaspan.human import UserError
+from megaspan.layers.balance import real_tokens
 from megaspan.layers.dropout import DropoutHandle
 from megaspan.model.limits import check_logits_fit, device_of, free_bytes, past_window
 from megaspan.model.rows import Piece, Run, check_covered, cut, run_of_row, runs_of, shift
 from megaspan.model.tables import gathered_head
 from megaspan.rope import tables_of_row
 
-_OURS = ("labels", "shift_labels", "num_items_in_batch", "megaspan_seed", "megaspan_row")
+_OURS = ("labels", "shift_labels", "num_items_in_batch", "megaspan_seed", "megaspan_row", "megaspan_padding")
 _INPUTS = ("input_ids", "attention_mask", "position_ids", "inputs_embeds", *_OURS)
 _NEUTRAL = {"use_cache": (None, False), "return_dict": (None, True, False), "logits_to_keep": (None, 0)}
 """Other arguments of transformers' forwards that mean nothing when there are labels, at these values."""
@@ -83,7 +84,7 @@ class Settings:
     plain_attention: str
     host_bytes: int
     checkpoint_seam: tuple[torch.nn.Module, Any] | None = None
-    balancing: Callable[[Any, RowContext | None], AbstractContextManager[Any]] | None = None
+    balancing: Callable[[Any, RowContext | None, torch.Tensor | None], AbstractContextManager[Any]] | None = None
     dropout: DropoutHandle | None = None
     most_packed: int = 0
 
@@ -160,13 +161,10 @@ def _with_labels(model: Any, settings: Settings, arguments: dict[str, Any]) -> A
     wanted = extra["output_router_logits"]
     wanted = bool(getattr(model.config, "output_router_logits", False) if wanted is None else wanted)
     seed = arguments.get("megaspan_seed")
-    collecting = settings.balancing(model, row) if wanted and settings.balancing is not None else nullcontext()
+    real_t = real_tokens(length, tokens_b.device, row, int(arguments.get("megaspan_padding") or 0)) if wanted else None
+    collecting = settings.balancing(model, row, real_t) if wanted and settings.balancing is not None else nullcontext()
     if wanted and settings.balancing is None and row is not None and row.ranks.sizes != (1, 1):
-        raise UserError(
-            f"the router's balance loss of {type(model).__name__} cannot be taken of a row on several ranks: its layers do not "
-            "stream",
-            do="Set output_router_logits: false, or gradient_checkpointing: true",
-        )
+        raise not_balanced_over_ranks(model)
     drawing = nullcontext() if settings.dropout is None else settings.dropout.row(seed)
     with collecting as balance, drawing, tables_of_row(model, longest):
         hidden_tE, routers = _backbone(model, runs, router=wanted and balance is None)
@@ -188,7 +186,7 @@ def _with_labels(model: Any, settings: Settings, arguments: dict[str, Any]) -> A
     if balance is not None:
         aux_loss = balance.loss(hidden_tE.shape[0])
     elif routers is not None:
-        aux_loss = _router_loss(model, routers)
+        aux_loss = _router_loss(model, routers, real_t)
     if aux_loss is not None:
         # A window's rows share it by their trained tokens, so that it does not grow with their number.
         trained = sums.tokens if balance is None else balance.over_row(sums.tokens)
@@ -308,7 +306,16 @@ def backbone_of(model: PreTrainedModel) -> torch.nn.Module:
     return backbone
 
 
-def _router_loss(model: Any, routers: list[torch.Tensor]) -> torch.Tensor:
+def not_balanced_over_ranks(model: torch.nn.Module) -> UserError:
+    """What is said where a balance loss is wanted of a row on several ranks, and layers run whole."""
+    return UserError(
+        f"the router's balance loss of {type(model).__name__} cannot be taken of a row on several ranks: its layers do not "
+        "stream",
+        do="Set output_router_logits: false, or gradient_checkpointing: true",
+    )
+
+
+def _router_loss(model: Any, routers: list[torch.Tensor], real_t: torch.Tensor | None) -> torch.Tensor:
     """The balance loss by the model's own function, over all tokens of the batch as there, where no layer streams."""
     if torch.is_grad_enabled() and model.training and not all(logits.requires_grad for logits in routers):
         raise UserError(
@@ -316,7 +323,8 @@ def _router_loss(model: Any, routers: list[torch.Tensor]) -> torch.Tensor:
             do="Set output_router_logits: false (transformers' default) or gradient_checkpointing: false",
         )
     balance = sys.modules[type(model).__module__].load_balancing_loss_func
-    loss: torch.Tensor = balance(tuple(routers), model.num_experts, model.num_experts_per_tok, None)
+    mask = None if real_t is None else real_t[None].to(torch.int64)
+    loss: torch.Tensor = balance(tuple(routers), model.num_experts, model.num_experts_per_tok, mask)
     return loss
 
 

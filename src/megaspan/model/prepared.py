@@ -25,6 +25,7 @@ from megaspan.model.forward import (
     backbone_of,
     can_balance,
     long_forward,
+    not_balanced_over_ranks,
     passes_arguments_on,
     signature_of,
 )
@@ -127,7 +128,9 @@ class Levers:
         reasons = getattr(self.checkpointing, "reasons", ["this family is not proven for streaming"] * stats.layers)
         for reason in sorted({reason for reason in reasons if reason is not None}):
             whole = f"{reasons.count(reason)} of {stats.layers} checkpointed whole"
-            yield "layers", whole, f"attention runs forward twice: {reason}"
+            yield "layers", whole + self._tiled(), f"attention runs forward twice: {reason}"
+        for part in sorted(set(self._general().untiled.values())):
+            yield "layers", "an MLP runs whole", part
         for kind, name in (("input", "layer inputs"), ("output", "attention outputs")):
             places = self.checkpointing.places()[kind]
             yield name, ", ".join(f"{places[place]} {where}" for place, where in _WHERE.items() if places[place]), ""
@@ -135,6 +138,17 @@ class Levers:
             yield "disk", *self.disk.describe()
         elif self.args.offload_folder is not None:
             yield "disk", "not used", "what layers keep fits without offload_folder"
+
+    def _general(self) -> Checkpointing:
+        """What runs the layers that do not stream."""
+        either: Any = self.checkpointing
+        found: Checkpointing = getattr(either, "general", either)
+        return found
+
+    def _tiled(self) -> str:
+        """How their MLPs run, where a row may be longer than a tile."""
+        tile = self.plan.layer_tile_tokens
+        return f", MLP in tiles of {tile:,} tokens" if self._general().stats().tiled and tile < self.args.max_length else ""
 
     def _streaming(self) -> str:
         """How the streamed layers work, in words."""
@@ -263,6 +277,9 @@ def _install(model: PreTrainedModel, args: SFTConfig, plan: Plan, settings: Sett
         state = Levers(args, plan, settings, kernel, head.describe(), on_layer=on_layer)
         if plan.checkpoint:
             _checkpoint(model, state)
+        wanted = getattr(model.config, "output_router_logits", False) and state.settings.balancing is None
+        if wanted and args.cp_size * args.sp_size > 1:
+            raise not_balanced_over_ranks(model)
     except BaseException:
         if state is not None:
             state.close()
@@ -288,13 +305,14 @@ def _checkpoint(model: PreTrainedModel, state: Levers) -> None:
     else:
         state.checkpointing = checkpointing_of(keep, state.layer_reached, limit, tier)
     state.checkpointing.install(model)
+    if not isinstance(state.checkpointing, Streaming):
+        state.checkpointing.tile_mlps(model, plan.layer_tile_tokens)
     if state.disk is not None:
         row = state.checkpointing.row_to_disk(_input_bytes(model, plan.tokens))
         state.disk.judge(row, plan.seconds, state.args.allow_slow_disk)
     layer = checkpointed_layers(model)[0]
     state.settings = replace(state.settings, checkpoint_seam=(layer, layer.__dict__["_gradient_checkpointing_func"]))
-    general = state.checkpointing.general if isinstance(state.checkpointing, Streaming) else state.checkpointing
-    state.settings = replace(state.settings, dropout=general.dropout)
+    state.settings = replace(state.settings, dropout=state._general().dropout)
     if isinstance(state.checkpointing, Streaming) and state.checkpointing.balances:
         state.settings = replace(state.settings, balancing=state.checkpointing.balancing)
 

@@ -119,17 +119,22 @@ class Share:
         if not self.shares_rows and len(row.attention_lengths) == 1:
             positions = np.arange(len(row.input_ids))
             whole = {"input_ids": row.input_ids, "labels": row.labels, "position_ids": positions}
-            return {name: self._on_device(values) for name, values in whole.items()}
+            return {name: self._on_device(values) for name, values in whole.items()} | _padding(row)
         context = RowContext(self.layout(row), self.row_ranks, self.device)
         return {
             "input_ids": self._on_device(context.shard(row.input_ids, 0)),
             "shift_labels": self._on_device(context.shard(np.append(row.labels[1:], IGNORED), IGNORED)),
             "position_ids": context.positions[None],
             "megaspan_row": context,
-        }
+        } | _padding(row)
 
     def _on_device(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values)[None].to(self.device)
+
+
+def _padding(row: Row) -> dict[str, int]:
+    """How many tokens at the end of the whole row are padding, where any are: experts are not balanced by them."""
+    return {"megaspan_padding": row.padding} if row.padding else {}
 
 
 def untrained(row: Row) -> Row:
