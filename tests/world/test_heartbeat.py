@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from megaspan.human import UserError, UserErrors
 from megaspan.world import Heartbeat, heartbeat
 from megaspan.world.agreement import node
 from megaspan.world.deaths import find_death
@@ -53,9 +54,9 @@ def test_a_rank_that_moves_again_goes_on(meet, capsys):
     hearts[0].beat("save")
     hearts[0].beat("after")
     hearts[1].beat("save")
-    until(lambda: bool(hearts[0]._named))
+    until(lambda: bool(hearts[0]._now.named))
     hearts[1].beat("after")
-    until(lambda: not hearts[0]._named)
+    until(lambda: not hearts[0]._now.named)
     time.sleep(2 * FAST.period)
     part(hearts)
     assert ended == [None, None]
@@ -101,14 +102,12 @@ def test_a_rank_that_fails_ends_the_others_with_its_code_in_silence(meet, capsys
 
 
 def test_a_rank_that_dies_without_a_word_is_named(meet, capsys):
+    dead = dead_process()
     hearts, ended, _ = meet(3)
     hearts[2].beat("backward layer 7")
-    child = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(0,))
-    child.start()
-    child.join()
-    until(lambda: hearts[0]._seen.get(2, ([0, 0],))[0][1] == 1)
+    until(lambda: hearts[0]._now.seen.get(2, ([0, 0],))[0][1] == 1)
     part([hearts[2]])
-    hearts[2]._board.write("who/2", {"pid": child.pid, "node": node()})
+    hearts[2]._board.write("who/2", {"pid": dead, "node": node()})
     until(lambda: ended[0] is not None and ended[1] is not None)
     assert ended == [1, 1, None]
     (line,) = capsys.readouterr().err.splitlines()
@@ -129,7 +128,7 @@ def walk(heart, rank: int, places: list[int], came: dict[int, int], speed: float
 def test_a_rank_that_stopped_by_agreement_leaves_the_slower_ones_to_get_there(meet):
     hearts, ended, started = meet(2)
     assert hearts[0].boundary(signal.SIGTERM) is None
-    until(hearts[0]._agreed.is_set)
+    until(hearts[0]._now.agreed.is_set)
     assert hearts[0].boundary(None) == signal.SIGTERM
     report_failure(143, ["interrupted by SIGTERM"], environ=environ(started[0]))  # it has saved, and ends
     time.sleep(5 * FAST.period)
@@ -211,7 +210,7 @@ def test_a_second_trainer_of_the_same_processes_is_watched_anew(meet):
         for heart in again:
             heart.beat("forward layer 1")
         assert again[1].boundary(15) is None
-        until(lambda: all(heart._frozen is not None for heart in again))
+        until(lambda: all(heart._now.frozen is not None for heart in again))
         stops = [threading.Thread(target=lambda heart=heart: [heart.boundary(None) for _ in range(2)]) for heart in again]
         for thread in stops:
             thread.start()
@@ -223,6 +222,92 @@ def test_a_second_trainer_of_the_same_processes_is_watched_anew(meet):
         until(lambda: ended[1] == 1)
     finally:
         part(again)
+
+
+def test_a_rank_that_went_on_to_the_next_trainer_is_not_waited_for(meet, capsys):
+    """Neither blamed for what it no longer writes, nor asked where to stop for a signal."""
+    hearts, ended, _ = meet(2)
+    for heart in hearts:
+        heart.beat("after the last step", None)
+    hearts[0].renew()
+    assert hearts[1].boundary(signal.SIGTERM) is None
+    until(hearts[1]._now.agreed.is_set)
+    assert [hearts[1].boundary(None) for _ in range(3)] == [None] * 3
+    hearts[1].renew()
+    until(lambda: all(len(heart._now.seen) == 2 for heart in hearts))
+    # The session before is forgotten: all stop for a signal of this one.
+    hearts[0].boundary(signal.SIGINT)
+    until(lambda: all(heart._now.agreed.is_set() for heart in hearts))
+    assert hearts[0].boundary(None) == signal.SIGINT
+    assert [hearts[1].boundary(None) for _ in range(2)] == [None, signal.SIGINT]
+    part(hearts)
+    assert ended == [None, None]
+    assert capsys.readouterr().err == ""
+
+
+def test_a_rank_that_does_not_answer_where_to_stop_is_named(meet):
+    hearts, _, _ = meet(2)
+    part(hearts[1:])  # its thread is gone, it is not
+    hearts[0].boundary(signal.SIGTERM)
+    until(lambda: hearts[0]._now.frozen is not None)
+    with pytest.raises(RuntimeError, match=r"rank 1 did not say within 1\.20 s where to stop for SIGTERM"):
+        hearts[0].boundary(None)
+
+
+def dead_process() -> int:
+    child = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(0,))
+    child.start()
+    child.join()
+    assert child.pid is not None
+    return child.pid
+
+
+def test_the_wait_at_the_end_is_over_when_a_rank_has_died(meet, capsys):
+    dead = dead_process()
+    hearts, ended, _ = meet(2)
+    part(hearts[1:])
+    hearts[1]._board.write("who/1", {"pid": dead, "node": node()})
+    hearts[0].close()
+    assert ended[0] == 1
+    assert "rank 1 died in 'start' without a word" in capsys.readouterr().err
+
+
+def test_a_rank_that_works_on_alone_is_left_alone(meet, capsys):
+    hearts, ended, _ = meet(2)
+    hearts[0].close(wait=0.3)
+    assert ended == [None, None]
+    assert capsys.readouterr().err == "megaspan: rank 0 ends: it has waited 0.30 s for rank 1 to end.\n"
+
+
+def test_a_trainer_that_one_rank_alone_makes_is_told_from_a_death(meet, capsys):
+    dead = dead_process()
+    hearts, ended, _ = meet(2)
+    hearts[0].renew()
+    hearts[1].close()
+    hearts[1]._own.write("who/1", {"pid": dead, "node": node()})
+    until(lambda: ended[0] == 1)
+    assert capsys.readouterr().err == "megaspan: rank 1 has ended, and this one waits for a trainer that it did not make.\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "words"),
+    [
+        (UserError("a wrong file", got=3, do="Right it"), UserError, r"^a wrong file; got 3\. Right it\.$"),
+        (UserErrors([UserError("one"), UserError("two")]), UserErrors, r"^one\.\ntwo\.$"),
+        (OSError("no room"), RuntimeError, "the first rank of this machine failed: OSError: no room"),
+    ],
+)
+def test_what_fails_on_the_first_rank_fails_on_all(meet, error, kind, words):
+    """A script may catch it: the others would wait for ever for rows that nobody makes."""
+    hearts, _, _ = meet(2)
+
+    def act():
+        raise error
+
+    with pytest.raises(type(error)):
+        hearts[0].in_turn("rows", True, act)
+    with pytest.raises(kind, match=words):
+        hearts[1].in_turn("rows", False, act)
 
 
 def test_the_first_of_a_machine_works_before_the_others(meet):

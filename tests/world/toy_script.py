@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import threading
 import time
 
 from megaspan import world
@@ -33,7 +34,11 @@ def main(what: str, *words: str) -> None:
     total = torch.ones(1, device=ranks.device)
     for axis in ("row", "data", "shard", "cp"):
         dist.all_reduce(total, group=axes.group(axis))
-    ranks.beat("forward layer 6")
+    again = world.join(config, world.Limits(period=0.1, name=1.0, end=2.5))  # as a second trainer does
+    assert again.heart is ranks.heart
+    assert again.connect() is axes
+    assert sum(thread.name == "megaspan-heartbeat" for thread in threading.enumerate()) == 1
+    again.beat("forward layer 6")
     os.write(1, f"all {total.item():g}\n".encode())
 
 

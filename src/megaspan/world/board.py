@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
+from megaspan.human import format_seconds
 from megaspan.world.launched import Launch
 
 
@@ -22,7 +23,7 @@ class Board:
         wait: seconds to try for, since the rank that serves the store may be later than this one.
 
     Raises:
-        RuntimeError: the store cannot be reached (torch's DistNetworkError or DistStoreError are such errors).
+        RuntimeError: the store cannot be reached, or is gone in a later call (torch's DistNetworkError is such an error).
     """
 
     def __init__(self, started: Launch, wait: float = 600.0) -> None:
@@ -30,17 +31,20 @@ class Board:
 
         assert started.meeting is not None
         host, port = started.meeting
-        self._store = PrefixStore(
-            f"megaspan/{started.attempt}",
-            TCPStore(
+        try:
+            store = TCPStore(
                 host,
                 port,
                 is_master=started.serves,
                 timeout=timedelta(seconds=wait),
                 wait_for_workers=False,
                 multi_tenant=True,  # the process group of this rank may serve the same port
-            ),
-        )
+            )
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"rank {started.rank} did not reach the store of its launcher at {host}:{port} within {format_seconds(wait)}"
+            ) from error
+        self._store = PrefixStore(f"megaspan/{started.attempt}", store)
 
     def write(self, key: str, value: Any) -> None:
         """Writes a value (anything that JSON knows) over what was there."""

@@ -28,6 +28,8 @@ def find_death(board: Board, size: int, session: str = "") -> str | None:
             continue
         beat = f"{session}beat/{rank}"
         note = board.read([beat]).get(beat)
+        if note is None and board.read([f"ended/{rank}"]):
+            return f"rank {rank} has ended, and this one waits for a trainer that it did not make"
         phase = "start" if note is None else note[2]
         return f"rank {rank} died in {phase!r} without a word (a crash, or killed as for lack of host memory)"
     return None

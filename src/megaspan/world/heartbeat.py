@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, final
 
 from megaspan.human import format_seconds
 from megaspan.world.agreement import node
@@ -26,6 +26,8 @@ from megaspan.world.board import Board
 from megaspan.world.deaths import find_death, left, sign_in
 from megaspan.world.judge import Seen, culprits, sentence
 from megaspan.world.launched import Launch
+from megaspan.world.session import Session
+from megaspan.world.turns import in_turn
 
 
 @dataclass(frozen=True)
@@ -52,37 +54,37 @@ _Result = TypeVar("_Result")
 class Heartbeat:
     """This rank's beats, and the thread that watches all of them. Closed by `close`; a rank that fails just ends.
 
-    A script may train twice, with a heartbeat each: what they write is told apart by a number that every rank counts alike.
+    A process has one, whatever number of trainers its script makes: each begins a session of it (`renew`).
 
     Args:
         started: the launch, of several ranks.
         limits: how long to be patient.
         end: ends the process with a code; os._exit, since the main thread may be inside a call that never returns.
+
+    Attributes:
+        failed: this rank ended with an error.
+        meshes: torch's meshes of this process, kept for the trainers to come; see `Ranks.connect`.
     """
 
     def __init__(self, started: Launch, limits: Limits | None = None, end: Callable[[int], Any] = os._exit) -> None:
         self._launch, self._limits, self._end = started, limits or Limits(), end
         self._lock = threading.Lock()
-        self._beat: tuple[int, str, float | None, float] = (0, "start", None, time.monotonic())
-        self._boundaries = 0  # places to stop at that this rank has passed
-        self._wish: int | None = None  # a signal that this rank wants to stop for
-        self._signal: int | None = None  # the signal that all stop for
-        self._frozen: int | None = None  # boundaries passed when this rank learnt of it
-        self._target = 0  # the boundary to stop at
-        self._agreed = threading.Event()
-        self.stopped = False  # all ranks stop for a signal
-        self.failed = False  # this rank ended with an error
-        self._seen: dict[int, tuple[list[Any], float, float]] = {}  # rank: note, when it moved last, when it was written last
-        self._named: list[int] = []
-        self._began = time.monotonic()
+        self.failed = False
+        self.meshes: list[Any] = []
         self._tick = 0
         self._closed = threading.Event()
-        self._board = Board(started)
-        sign_in(self._board, started.rank)
-        number = self._board.count(f"joined/{started.rank}")
-        self._session = "" if number == 1 else f"{number}/"
-        self._thread = threading.Thread(target=self._watch, name="megaspan-heartbeat", daemon=True)
+        self._beat: tuple[int, str, float | None, float] = (0, "start", None, time.monotonic())
+        self._board = Board(started)  # the thread's
+        self._own = Board(started)  # the main thread's
+        sign_in(self._own, started.rank)
+        self._begin()
+        self._thread = _Watch(self)
         self._thread.start()
+
+    @property
+    def stopped(self) -> bool:
+        """Whether all ranks have stopped for a signal in this session."""
+        return self._now.stopped
 
     # The main thread's side
 
@@ -103,57 +105,68 @@ class Heartbeat:
 
         Returns:
             The signal to stop for, here and on every rank at this same boundary, or None to go on.
+
+        Raises:
+            RuntimeError: a rank does not answer where to stop.
         """
-        with self._lock:
-            self._boundaries += 1
-            here = self._boundaries
-            if signum is not None and self._wish is None:
-                self._wish = signum
-            if self._frozen is None:
-                return None
-        self._agreed.wait()  # the other threads answer within two looks; a process that has died ends this one meanwhile
-        if here < self._target:
-            return None
-        self.stopped = True
-        return self._signal
+        return self._now.boundary(signum, self._limits.end)
 
     def in_turn(self, what: str, first: bool, act: Callable[[], _Result]) -> _Result:
         """Runs `act` on the rank of a machine that is `first`, then on its others. It may take any time.
 
         Args:
-            what: a name for it, used once.
+            what: a name for it, used once in a session.
             first: this rank does not wait.
-            act: what to do.
+            act: what to do. What it raises on the first rank, the others raise too.
         """
-        board, key = Board(self._launch), f"{self._session}done/{what}/{node()}"
-        if first:
-            result = act()
-            board.write(key, True)
-            return result
-        while key not in board.read([key]):
-            time.sleep(0.05)
-        return act()
+        return in_turn(self._own, f"{self._now.name}done/{what}/{node()}", first, act)
+
+    def renew(self, limits: Limits | None = None) -> None:
+        """Leaves the session of one trainer and begins that of the next; nobody is waited for."""
+        self._own.write(f"{self._now.name}left/{self._launch.rank}", 0)
+        self._limits = limits or self._limits
+        self._begin()
+
+    def _begin(self) -> None:
+        number = self._own.count(f"joined/{self._launch.rank}")
+        with self._lock:
+            self._now = Session("" if number == 1 else f"{number}/")
+            self._beat = (0, "start", None, time.monotonic())
 
     def close(self, wait: float = 600.0) -> None:
-        """Waits until every rank is done, so that none ends while another still needs it, and stops watching."""
+        """Waits until every rank is done, so that none ends while another still needs it, and stops watching.
+
+        A rank that died meanwhile ends this one with a sentence; one that works on alone is left alone after `wait` seconds.
+        """
         if self._closed.is_set():
             return
         self.beat("end", None)
-        rank, size = self._launch.rank, self._launch.world_size
+        rank, here = self._launch.rank, self._now.name
         try:
-            board = Board(self._launch, wait=5.0)
-            code = left(board, size, self._session).get(rank)
-            if code is None:
-                board.write(f"{self._session}left/{rank}", 0)
+            code = left(self._own, self._launch.world_size, here).get(rank)
             self.failed = bool(code) and not self.stopped
+            if code is None:
+                self._own.write(f"{here}left/{rank}", 0)
             if not self.failed:
-                until = time.monotonic() + wait
-                while len(left(board, size, self._session)) < size and time.monotonic() < until:
-                    time.sleep(0.05)
+                self._own.write(f"ended/{rank}", True)
+                self._wait_for_others(here, wait)
         except RuntimeError:
             pass  # the store has ended, with the rank or launcher that served it: nobody is left to wait for
         self._closed.set()
         self._thread.join(5.0)
+
+    def _wait_for_others(self, here: str, wait: float) -> None:
+        size, began = self._launch.world_size, time.monotonic()
+        looks = 0
+        while len(gone := left(self._own, size, here)) < size and not self._closed.is_set():
+            if time.monotonic() - began > wait:
+                others = ", ".join(str(rank) for rank in range(size) if rank not in gone)
+                _say(f"rank {self._launch.rank} ends: it has waited {format_seconds(wait)} for rank {others} to end.")
+                return
+            looks += 1
+            if looks % 10 == 0 and (death := find_death(self._own, size, here)):
+                self._finish(1, death, self._own)
+            time.sleep(0.05)
 
     # The thread's side
 
@@ -166,15 +179,15 @@ class Heartbeat:
                     self._finish(1, "the launcher, or the rank that served its store, is gone")
 
     def _look(self) -> None:
-        rank, size, here = self._launch.rank, self._launch.world_size, self._session
+        rank, size = self._launch.rank, self._launch.world_size
         with self._lock:
-            if self._wish is not None and self._signal is None:
-                self._board.first(f"{here}halt", self._wish)
-            frozen = self._frozen
+            now, (count, phase, patience, at) = self._now, self._beat
+        here = now.name
+        if (wish := now.wish()) is not None:
+            self._board.first(f"{here}halt", wish)
         self._tick += 1
-        count, phase, patience, at = self._beat
         where, waits = location() if time.monotonic() - at > self._limits.name / 2 else ("", False)
-        self._board.write(f"{here}beat/{rank}", [self._tick, count, phase, patience, frozen, where, waits])
+        self._board.write(f"{here}beat/{rank}", [self._tick, count, phase, patience, now.frozen, where, waits])
         notes = self._board.read(["failure", f"{here}halt", *(f"{here}beat/{r}" for r in range(size))])
         gone = left(self._board, size, here)
         if rank in gone:
@@ -187,55 +200,61 @@ class Heartbeat:
             self._finish(1, death)
         beats = {r: notes[f"{here}beat/{r}"] for r in range(size) if f"{here}beat/{r}" in notes}
         if f"{here}halt" in notes:
-            self._halt(notes[f"{here}halt"], beats)
-        self._judge(beats, gone)
+            now.halt(notes[f"{here}halt"], {r: beat[4] for r, beat in beats.items()}, gone, size)
+        self._judge(now, beats, gone)
 
-    def _halt(self, signum: int, beats: dict[int, list[Any]]) -> None:
-        with self._lock:
-            if self._frozen is None:
-                self._signal, self._frozen = signum, self._boundaries
-        places = [beat[4] for beat in beats.values() if beat[4] is not None]
-        if len(places) == self._launch.world_size and not self._agreed.is_set():
-            self._target = max(places) + 1
-            self._agreed.set()
-
-    def _judge(self, beats: dict[int, list[Any]], gone: dict[int, int]) -> None:
+    def _judge(self, session: Session, beats: dict[int, list[Any]], gone: dict[int, int]) -> None:
         now, limits = time.monotonic(), self._limits
         for rank, note in beats.items():
-            known = self._seen.get(rank)
+            known = session.seen.get(rank)
             moved = now if known is None or known[0][1] != note[1] else known[1]
             written = now if known is None or known[0][0] != note[0] else known[2]
-            self._seen[rank] = (note, moved, written)
+            session.seen[rank] = (note, moved, written)
         seen = {
             rank: Seen(note[1], note[2], note[3], now - moved, now - written, note[5], note[6])
-            for rank, (note, moved, written) in self._seen.items()
+            for rank, (note, moved, written) in session.seen.items()
             if rank not in gone
         }
-        for rank in set(range(self._launch.world_size)) - set(self._seen) - set(gone):
-            seen[rank] = Seen(-1, "start", START_PATIENCE, now - self._began)
+        for rank in set(range(self._launch.world_size)) - set(session.seen) - set(gone):
+            seen[rank] = Seen(-1, "start", START_PATIENCE, now - session.began)
         speaker = min((rank for rank, each in seen.items() if each.absent < limits.name / 2), default=None)
         if ending := culprits(seen, limits.end, END_FACTOR):
-            self._finish(1, sentence(ending, seen) + ". The run is ended")
+            self._finish(1, sentence(ending, seen, gone) + ". The run is ended")
         named = culprits(seen, limits.name, NAME_FACTOR)
         if speaker == self._launch.rank:
-            if named and named != self._named:
-                _say(f"{sentence(named, seen)}. The run ends after {format_seconds(limits.end)} of this.")
-            if self._named and not named:
-                _say(f"rank {', '.join(map(str, self._named))} moves again.")
-        self._named = named
+            if named and named != session.named:
+                _say(f"{sentence(named, seen, gone)}. The run ends after {format_seconds(limits.end)} of this.")
+            if session.named and not named:
+                _say(f"rank {', '.join(map(str, session.named))} moves again.")
+        session.named = named
 
-    def _finish(self, code: int, why: str = "") -> None:
+    def _finish(self, code: int, why: str = "", board: Board | None = None) -> None:
         """Ends this process; the first rank to know why says it, or the launcher of megaspan does."""
         if why:
             note = {"rank": self._launch.rank, "code": code, "sentences": [why], "trace": ""}
             try:
-                says = self._board.first("failure", note) == note and self._launch.by != "megaspan train"
+                says = (board or self._board).first("failure", note) == note and self._launch.by != "megaspan train"
             except RuntimeError:  # nobody is there who could
                 says = True
             if says:
                 _say(why + ".")
         sys.stderr.flush()
         self._end(code)
+
+
+@final
+class _Watch(threading.Thread):
+    """The thread of a heartbeat: by it, a process knows that it is watched already."""
+
+    def __init__(self, heart: Heartbeat) -> None:
+        super().__init__(target=heart._watch, name="megaspan-heartbeat", daemon=True)
+        self.heart = heart
+
+
+def running(started: Launch) -> Heartbeat | None:
+    """The heartbeat of this process, where a trainer has begun one for this launch and it is not closed."""
+    hearts = [thread.heart for thread in threading.enumerate() if isinstance(thread, _Watch)]
+    return next((heart for heart in hearts if heart._launch == started and not heart._closed.is_set()), None)
 
 
 def location() -> tuple[str, bool]:

@@ -8,7 +8,7 @@ be half a second old.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from megaspan.human import format_seconds
@@ -57,8 +57,8 @@ def culprits(seen: Mapping[int, Seen], least: float, factor: float) -> list[int]
     return [rank for rank, each in last.items() if not each.waits] or list(last)
 
 
-def sentence(ranks: list[int], seen: Mapping[int, Seen]) -> str:
-    """Names those ranks, what each is in and for how long."""
+def sentence(ranks: list[int], seen: Mapping[int, Seen], gone: Iterable[int] = ()) -> str:
+    """Names those ranks, what each is in and for how long, and the ranks that have ended while others have not."""
     told = [_told(rank, seen[rank]) for rank in ranks[:4]] + ["…"] * (len(ranks) > 4)
     waiting = len(seen) - len(ranks)
     others = (
@@ -70,7 +70,8 @@ def sentence(ranks: list[int], seen: Mapping[int, Seen]) -> str:
         if len(ranks) == 1
         else "; nobody moves"
     )
-    return "; ".join(told) + others
+    ended = ", ".join(map(str, sorted(gone)))
+    return "; ".join(told) + others + (f"; rank {ended} has ended already" if ended else "")
 
 
 def _told(rank: int, seen: Seen) -> str:

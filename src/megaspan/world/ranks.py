@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 from megaspan.world.axes import DeviceAxes, Mesh, device_axes, mesh
 from megaspan.world.devices import device
 from megaspan.world.failure import exit_once
-from megaspan.world.heartbeat import Heartbeat, Limits
+from megaspan.world.heartbeat import Heartbeat, Limits, running
 from megaspan.world.launched import launch
 from megaspan.world.threads import wait_for_threads
 
@@ -84,6 +84,7 @@ class Ranks:
         import torch
         import torch.distributed as dist
 
+        assert self.heart is not None
         self.beat("connect", CONNECT_PATIENCE)
         cuda = self.device.type == "cuda"
         if cuda:
@@ -94,7 +95,12 @@ class Ranks:
                 timeout=COLLECTIVE_TIMEOUT,
                 device_id=self.device if cuda else None,
             )
-        made = device_axes(self.mesh, self.device.type)
+        # Made once for a layout: each group has threads and sockets, on a GPU also buffers, to the end of the process.
+        world, layout = dist.group.WORLD, (self.mesh.sizes, self.device.type)
+        made = next((axes for group, known, axes in self.heart.meshes if group is world and known == layout), None)
+        if made is None:
+            made = device_axes(self.mesh, self.device.type)
+            self.heart.meshes.append((world, layout, made))
         self.beat("connected", None)
         return made
 
@@ -111,7 +117,7 @@ class Ranks:
 
 
 def join(config: SFTConfig, limits: Limits | None = None) -> Ranks:
-    """Finds this rank's place and starts the watch over the others. The first thing that a run does.
+    """Finds this rank's place and starts the watch over the others, or its next session. The first thing that a run does.
 
     Raises:
         UserError: sizes, launcher and machine do not go together.
@@ -122,6 +128,9 @@ def join(config: SFTConfig, limits: Limits | None = None) -> Ranks:
     here, place = device(config.use_cpu), mesh(config)
     if not started.several:
         return Ranks(place, here)
+    if (heart := running(started)) is not None:
+        heart.renew(limits)
+        return Ranks(place, here, heart)
     ranks = Ranks(place, here, Heartbeat(started, limits))
     atexit.register(ranks.leave)
     return ranks
