@@ -55,14 +55,16 @@ def test_one_rank_for_each_visible_gpu(gpus, seen, wish, options, count):
 @pytest.mark.parametrize(
     ("seen", "wish", "options", "sentence"),
     [
-        (2, 4, {}, "--nproc must be a number of processes that each have a GPU; got 4; allowed: 1 to 2"),
-        (0, 0, {}, "--nproc must be at least 1; got 0"),
-        (0, None, {"cp_size": 8}, r"1 process, but cp_size 8 = 8\. Add --nproc 8"),
-        (2, None, {"cp_size": 8}, r"2 processes, but cp_size 8 = 8\. Add --nproc 8"),
+        (2, 4, {}, "--nproc must be a number of processes that each have a GPU; got 4; allowed: 1 to 2. Type megaspan train "
+         "run.yaml --nproc 2, or add --use_cpu true: on the CPU any number works."),
+        (0, 0, {}, r"--nproc must be at least 1; got 0\. Type megaspan train run\.yaml --nproc 1\.$"),
+        (0, None, {"cp_size": 8}, r"got 1; .* Type megaspan train run\.yaml --nproc 8, or megaspan train run\.yaml --nproc 1 "),
+        (2, None, {"cp_size": 8}, r"got 2; .* Type megaspan train run\.yaml --nproc 2 --cp_size 2\.$"),
     ],
-)
-def test_a_wrong_number_is_one_sentence(gpus, seen, wish, options, sentence):
+)  # fmt: skip
+def test_a_wrong_number_is_one_sentence(gpus, monkeypatch, seen, wish, options, sentence):
     gpus(seen)
+    monkeypatch.setattr("sys.argv", ["megaspan", "train", "run.yaml"])
     with pytest.raises(UserError, match=sentence):
         launch.processes(wish, SFTConfig(max_length=8, **options))
 

@@ -25,6 +25,7 @@ from typing import Any
 from megaspan import world
 from megaspan.config import SFTConfig
 from megaspan.config.parallel import OPTIONS, resolve
+from megaspan.config.retype import capital, retyped
 from megaspan.human import UserError
 from megaspan.world import Failure
 
@@ -53,11 +54,11 @@ def processes(wish: int | None, config: SFTConfig) -> int:
             "--nproc must be a number of processes that each have a GPU" if gpus else "--nproc must be at least 1",
             got=wish,
             allowed=f"1 to {gpus}" if gpus else None,
-            do="On the CPU any number works: add use_cpu: true" if gpus else None,
+            do=capital(retyped(gpus or 1, {})) + (", or add --use_cpu true: on the CPU any number works" if gpus else ""),
         )
     count = wish if wish is not None else max(1, gpus)
     given = {option: getattr(config, option) for option in OPTIONS if option in config.model_fields_set}
-    resolve(given, count, start="add --nproc {}")
+    resolve(given, count, most=gpus or None)
     return count
 
 

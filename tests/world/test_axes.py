@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import itertools
+import shlex
 
 import pytest
 from hypothesis import given
@@ -10,7 +13,8 @@ from hypothesis import strategies as st
 
 from megaspan import world
 from megaspan.config import SFTConfig
-from megaspan.config.parallel import AXES, check_heads, legal_sp, resolve
+from megaspan.config.parallel import AXES, OPTIONS, check_heads, legal_sp, resolve
+from megaspan.config.retype import retyped
 from megaspan.human import UserError
 from tests.world.test_launchfile import FSDP2
 
@@ -33,23 +37,61 @@ def test_what_is_left_open_is_sharded(given, ranks, sizes):
     assert tuple(resolve(given, ranks).values()) == sizes
 
 
+TRAIN = ["/usr/bin/megaspan", "train", "run.yaml", "--nproc", "2", "--cp-size=3"]
+
+
 @pytest.mark.parametrize(
-    ("given", "ranks", "options", "sentence"),
+    ("given", "ranks", "options", "words", "sentence"),
     [
-        ({"dp_shard_size": 2, "cp_size": 4}, 4, {}, "4 processes, but dp_shard_size 2 × cp_size 4 = 8. Write dp_shard_size: 1, "
-         "or start 8 processes."),
-        ({"cp_size": 3}, 8, {}, "8 processes, but cp_size 3 = 3. Start 3 processes, or choose sizes whose product divides 8: "
-         "1, 2, 4, 8."),
-        ({"cp_size": 8}, 1, {"start": "add --nproc {}"}, "1 process, but cp_size 8 = 8. Add --nproc 8, or choose"),
-        ({"cp_size": 2}, 8, {"open_shard": False}, "8 processes, but cp_size 2 = 2. Write dp_shard_size: 4"),
-        ({"dp_shard_size": 1}, 2, {}, "2 processes, but dp_shard_size 1 = 1. Write dp_shard_size: 2"),
+        ({"cp_size": 3}, 2, {}, TRAIN, "cp_size 3 takes 3 processes, or a multiple of that; got 2; allowed: 3, 6, 9, … "
+         "processes, or sizes whose product divides 2. Type megaspan train run.yaml --nproc 3 --cp-size=3, or "
+         "megaspan train run.yaml --nproc 2 --cp_size 2."),
+        ({"cp_size": 8}, 2, {"most": 2}, TRAIN, "cp_size 8 takes 8 processes, or a multiple of that; got 2; allowed: 8, 16, "
+         "24, … processes, or sizes whose product divides 2. Type megaspan train run.yaml --nproc 2 --cp_size 2."),
+        ({"dp_shard_size": 2, "cp_size": 4}, 4, {}, ["-c"], "dp_shard_size 2 × cp_size 4 take 8 processes; got 4; allowed: 8 "
+         "processes, or sizes whose product is 4. Start 8 processes, or write dp_shard_size: 1."),
+        ({"cp_size": 2}, 8, {"open_shard": False}, ["-c"], "cp_size 2 takes 2 processes; got 8; allowed: 2 processes, or sizes "
+         "whose product is 8. Start 2 processes, or write dp_shard_size: 4."),
+        ({"dp_shard_size": 1}, 2, {}, ["-c"], "dp_shard_size 1 takes 1 process; got 2; allowed: 1 process, or sizes whose "
+         "product is 2. Start 1 process, or write dp_shard_size: 2."),
+        ({"sp_size": 2}, 1, {}, ["-c"], "sp_size 2 takes 2 processes, or a multiple of that; got 1; allowed: 2, 4, 6, … "
+         "processes, or all sizes 1. Start 2 processes, or write sp_size: 1."),
     ],
 )  # fmt: skip
-def test_a_wrong_product_is_one_sentence_with_the_numbers(given, ranks, options, sentence):
+def test_a_wrong_product_is_one_sentence_with_what_to_type(monkeypatch, given, ranks, options, words, sentence):
     """Case R92: elsewhere an index error deep in mesh code."""
+    monkeypatch.setattr("sys.argv", words)
     with pytest.raises(UserError) as caught:
         resolve(given, ranks, **options)
-    assert str(caught.value).startswith(sentence)
+    assert str(caught.value) == sentence
+
+
+SIZES = st.dictionaries(st.sampled_from(OPTIONS), st.one_of(st.none(), st.integers(1, 6)))
+
+
+@given(SIZES, st.integers(1, 24), st.booleans())
+def test_what_is_said_to_type_is_taken(given, ranks, open_shard):
+    said = []
+    with contextlib.suppress(UserError):
+        resolve(given, ranks, open_shard=open_shard, again=lambda *words: said.append(words) or "x")
+    for processes, sizes in said:
+        found = resolve(given | sizes, processes, open_shard=open_shard)
+        assert all(found[option.removesuffix("_size")] == size for option, size in sizes.items())
+
+
+@pytest.mark.parametrize(
+    ("words", "processes", "sizes", "typed"),
+    [
+        ("megaspan train --nproc=4 --cp_size 3 --lr 1", 3, {}, "type megaspan train --nproc 3 --cp_size 3 --lr 1"),
+        ("/a/megaspan/__main__.py plan a.yaml", 2, {"sp_size": 2}, "type megaspan plan a.yaml --nproc 2 --sp_size 2"),
+        ("megaspan train 'my run.yaml' --sp-size 3", None, {"sp_size": 1, "cp_size": 3},
+         "type megaspan train 'my run.yaml' --sp_size 1 --cp_size 3"),
+        ("megaspan", 2, {}, "start 2 processes"),
+        ("script.py", None, {"cp_size": 2, "sp_size": 1}, "write cp_size: 2, sp_size: 1"),
+    ],
+)  # fmt: skip
+def test_the_command_line_is_retyped(words, processes, sizes, typed):
+    assert retyped(processes, sizes, shlex.split(words)) == typed
 
 
 @given(st.tuples(*[st.integers(1, 4)] * 4))
@@ -94,22 +136,30 @@ def test_sizes_come_from_options_and_launcher():
         assert world.mesh(SFTConfig(max_length=8, **options), FSDP2).sizes == (1, 1, 8, 1)
     both = world.mesh(SFTConfig(max_length=8, dp_shard_size=2), FSDP2 | {"WORLD_SIZE": "16"})
     assert both.sizes == (1, 2, 8, 1)
-    with pytest.raises(UserError, match=r"16 processes, but cp_size 8 = 8\. Write dp_shard_size: 2"):
+    with pytest.raises(UserError, match=r"got 16; .* or write parallelism_config_dp_shard_size: 2\.$"):
         world.mesh(SFTConfig(max_length=8), FSDP2 | {"WORLD_SIZE": "16"})
     with pytest.raises(UserError, match="cp_size is 8 in accelerate's launch file and 2 in the options"):
         world.mesh(SFTConfig(max_length=8, cp_size=2), FSDP2)
 
 
-def test_one_process_says_how_to_start_eight():
-    with pytest.raises(UserError) as caught:
-        world.mesh(SFTConfig(max_length=8, cp_size=4, sp_size=2), {})
-    for command in (
-        "cp_size 4 × sp_size 2 needs 8 processes, and python started one",
-        "megaspan train CONFIG.yaml --nproc 8",
-        "torchrun --nproc-per-node 8",
-        "accelerate launch --config_file FSDP2.yaml --num_processes 8",
-    ):
-        assert command in str(caught.value)
+def test_a_script_is_told_its_own_command(monkeypatch, tmp_path):
+    script = tmp_path / "my train.py"
+    script.touch()
+    monkeypatch.setattr("sys.argv", [str(script), "--lr", "1e-5"])
+    monkeypatch.setattr("__main__.__spec__", None)
+    for environ, command in (
+        ({}, "torchrun --nproc-per-node 8"),
+        ({"WORLD_SIZE": "2", "RANK": "0"}, "torchrun --nproc-per-node 8"),
+        ({"WORLD_SIZE": "12", "RANK": "0", "LOCAL_WORLD_SIZE": "6"}, "torchrun --nnodes 2 --nproc-per-node 4"),
+        ({"WORLD_SIZE": "2", "RANK": "0", "ACCELERATE_MIXED_PRECISION": "no"},
+         "accelerate launch --config_file FSDP2.yaml --num_processes 8"),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=r"cp_size 4 × sp_size 2 take 8 processes") as caught:
+            world.mesh(SFTConfig(max_length=8, cp_size=4, sp_size=2), environ)
+        assert f" Type {command} '{script}' --lr 1e-5, or write " in str(caught.value)
+    monkeypatch.setattr("__main__.__spec__", importlib.util.spec_from_loader("jobs.train", None))
+    with pytest.raises(UserError, match=r"Type torchrun --nproc-per-node 8 -m jobs\.train --lr 1e-5, or write "):
+        world.mesh(SFTConfig(max_length=8, cp_size=8), {})
 
 
 @pytest.mark.parametrize(
@@ -130,3 +180,9 @@ def test_sp_sizes_that_split_the_heads(heads, kv_heads, legal):
         else:
             with pytest.raises(UserError, match=f"{heads} query and {kv_heads} KV heads; got {sp}; allowed: 1, "):
                 world.Mesh(sp=sp).check_heads(heads, kv_heads)
+
+
+def test_what_sp_cannot_split_is_left_to_cp(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["megaspan", "train", "a.yaml", "--sp_size", "6"])
+    with pytest.raises(UserError, match=r": type megaspan train a\.yaml --sp_size 2 --cp_size 6\.$"):
+        check_heads(6, 32, 8, cp_size=2)

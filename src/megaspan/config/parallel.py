@@ -8,17 +8,25 @@ leave, since sharding the states is what the model of such a run needs in any ca
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import prod
+from typing import TypeAlias
 
+from megaspan.config.retype import capital, retyped
 from megaspan.human import UserError
 
+Again: TypeAlias = Callable[[int | None, Mapping[str, int]], str]
 AXES = ("dp_replicate", "dp_shard", "cp", "sp")
 OPTIONS = tuple(f"{axis}_size" for axis in AXES)
 
 
 def resolve(
-    given: Mapping[str, int | None], ranks: int, *, open_shard: bool = True, start: str = "start {} processes"
+    given: Mapping[str, int | None],
+    ranks: int,
+    *,
+    open_shard: bool = True,
+    most: int | None = None,
+    again: Again = retyped,
 ) -> dict[str, int]:
     """The size of every axis for `ranks` ranks.
 
@@ -26,35 +34,51 @@ def resolve(
         given: sizes by option name; an absent one or None is not given.
         ranks: number of processes.
         open_shard: `dp_shard_size`, where it is not given, is what the others leave; else it is 1, as in accelerate's files.
-        start: how to start another number of processes, in words.
+        most: processes that this machine can run; None for any number.
+        again: what to type or write for a number of processes, or for that number and other sizes.
 
     Returns:
         Sizes by axis, in mesh order; their product is `ranks`.
 
     Raises:
-        UserError: the product cannot be `ranks`; with the numbers and what to write.
+        UserError: the product cannot be `ranks`; with what to type.
     """
     sizes = {axis: given.get(f"{axis}_size") for axis in AXES}
-    if sizes["dp_shard"] is None and open_shard:
-        others = prod(size or 1 for size in sizes.values())
-        if ranks % others == 0:
-            sizes["dp_shard"] = ranks // others
+    takes_rest = sizes["dp_shard"] is None and open_shard
+    others = prod(size or 1 for size in sizes.values())
+    if takes_rest and ranks % others == 0:
+        sizes["dp_shard"] = ranks // others
     found = {axis: size or 1 for axis, size in sizes.items()}
     if prod(found.values()) == ranks:
         return found
     told = " × ".join(f"{axis}_size {size}" for axis, size in found.items() if size > 1 or given.get(f"{axis}_size"))
-    processes = f"{ranks} process{'es' if ranks != 1 else ''}"
-    raise UserError(f"{processes}, but {told or 'all sizes 1'} = {prod(found.values())}", do=_remedy(found, ranks, start))
-
-
-def _remedy(found: Mapping[str, int], ranks: int, start: str) -> str:
-    others = prod(size for axis, size in found.items() if axis != "dp_shard")
-    words = start.format(prod(found.values()))
-    if ranks % others == 0:
-        return f"Write dp_shard_size: {ranks // others}, or {words}"
-    return (
-        f"{words[0].upper()}{words[1:]}, or choose sizes whose product divides {ranks}: {', '.join(map(str, divisors(ranks)))}"
+    needs = f"{others} process{'es' if others != 1 else ''}"
+    remedies = [again(others, {})] if most is None or others <= most else []
+    remedies.append(again(ranks, _that_fit(given, ranks, takes_rest)))
+    if remedies[0].startswith("type "):
+        remedies[1:] = [words.removeprefix("type ") for words in remedies[1:]]
+    fit = "all sizes 1" if ranks == 1 else f"sizes whose product {'divides' if takes_rest else 'is'} {ranks}"
+    raise UserError(
+        f"{told or 'all sizes 1'} {'take' if not told or '×' in told else 'takes'} {needs}"
+        + (", or a multiple of that" if takes_rest and others > 1 else ""),
+        got=ranks,
+        allowed=f"{f'{others}, {2 * others}, {3 * others}, … processes' if takes_rest else needs}, or {fit}",
+        do=capital(", or ".join(remedies)),
     )
+
+
+def _that_fit(given: Mapping[str, int | None], ranks: int, takes_rest: bool) -> dict[str, int]:
+    """The size options to change, and their new sizes, near to those given, for a product that is `ranks`."""
+    fitting: dict[str, int] = {}
+    left = ranks
+    for axis in ("sp", "cp", "dp_replicate", "dp_shard"):  # who shares a row is kept as long as it can be
+        wish = given.get(f"{axis}_size") or 1
+        is_rest = axis == "dp_shard"
+        size = left if is_rest else max(size for size in divisors(left) if size <= wish)
+        left //= size
+        if size != wish and not (is_rest and takes_rest):
+            fitting[f"{axis}_size"] = size
+    return fitting
 
 
 def divisors(number: int) -> tuple[int, ...]:
@@ -67,17 +91,26 @@ def legal_sp(heads: int, kv_heads: int) -> tuple[int, ...]:
     return tuple(sp for sp in divisors(heads) if kv_heads % sp == 0 or sp % kv_heads == 0)
 
 
-def check_heads(sp_size: int, heads: int, kv_heads: int) -> None:
+def check_heads(sp_size: int, heads: int, kv_heads: int, cp_size: int | None = None, again: Again = retyped) -> None:
     """Refuses an sp_size that does not split the heads of a model.
 
+    Args:
+        sp_size: the size.
+        heads: query heads of the model.
+        kv_heads: its KV heads.
+        cp_size: beside it, where that is known: it takes what sp_size cannot.
+        again: as for `resolve`.
+
     Raises:
-        UserError: with the sizes that do.
+        UserError: with the sizes that do, and what to type.
     """
     if sp_size not in (legal := legal_sp(heads, kv_heads)):
+        nearest = max(size for size in legal if sp_size % size == 0)
+        sizes = {"sp_size": nearest} | ({} if cp_size is None else {"cp_size": cp_size * (sp_size // nearest)})
         raise UserError(
             f"sp_size splits heads, and this model has {heads} query and {kv_heads} KV heads",
             got=sp_size,
             allowed=", ".join(map(str, legal)),
-            do="Use cp_size for the rest: it splits tokens and takes any number of GPUs",
+            do=f"Use cp_size for the rest, which splits tokens and takes any number of GPUs: {again(None, sizes)}",
             option="sp_size",
         )

@@ -9,15 +9,15 @@ talks most lies closest, inside one node while it has room. Weights are sharded 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
 from megaspan.config.parallel import AXES, OPTIONS, check_heads, resolve
-from megaspan.human import UserError
 from megaspan.world import launchfile
+from megaspan.world.commands import again
+from megaspan.world.gpu import gpus
 from megaspan.world.launched import launch
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class Mesh:
         Raises:
             UserError: with the sizes that do.
         """
-        check_heads(self.sp, heads, kv_heads)
+        check_heads(self.sp, heads, kv_heads, self.cp, again(launch()))
 
     def __str__(self) -> str:
         """As the run header says it: `8 ranks: cp_size 4 × sp_size 2`."""
@@ -112,21 +112,11 @@ def mesh(config: SFTConfig, environ: Mapping[str, str] = os.environ) -> Mesh:
     started, in_file = launch(environ), launchfile.sizes(environ)
     given = {option: size for option, size in in_file.items() if size > 1}
     given |= {option: getattr(config, option) for option in OPTIONS if option in config.model_fields_set}
-    wanted = prod(size or 1 for size in given.values())
-    if started.by == "python" and wanted > 1:
-        raise _alone(given, wanted)
-    sizes = resolve(given, started.world_size, open_shard=not in_file)
+    found = [] if config.use_cpu or launchfile.wants_cpu(environ) else gpus()
+    most = len(found) * started.nodes if found else None
+    command = again(started, set(in_file) - config.model_fields_set)
+    sizes = resolve(given, started.world_size, open_shard=not in_file, most=most, again=command)
     return Mesh(**sizes, rank=started.rank, local_rank=started.local_rank, nodes=started.nodes)
-
-
-def _alone(given: Mapping[str, int | None], wanted: int) -> UserError:
-    told = " × ".join(f"{option} {size}" for option, size in given.items() if (size or 1) > 1)
-    script = os.path.basename(sys.argv[0]) if sys.argv[0].endswith(".py") else "script.py"
-    return UserError(
-        f"{told} needs {wanted} processes, and python started one",
-        do=f"Type megaspan train CONFIG.yaml --nproc {wanted}, or torchrun --nproc-per-node {wanted} {script}, or "
-        f"accelerate launch --config_file FSDP2.yaml --num_processes {wanted} {script}",
-    )
 
 
 @dataclass(frozen=True)

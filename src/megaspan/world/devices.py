@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from megaspan.config.retype import capital
 from megaspan.human import UserError
 from megaspan.plan.facts import Machine
+from megaspan.world.commands import again
 from megaspan.world.gpu import gpus
 from megaspan.world.host import cores, host_limit
 from megaspan.world.launched import launch
@@ -47,8 +49,8 @@ def device(use_cpu: bool = False) -> torch.device:
         if started.local_rank >= count:
             raise UserError(
                 f"{started.by} started {started.local_size} processes on this machine, which has {count} "
-                f"GPU{'s' if count > 1 else ''} for them",
-                do=f"Start {count} here: a process needs a GPU of its own",
+                f"GPU{'s' if count > 1 else ''} for them: each needs one of its own",
+                do=capital(again(started)(count * started.nodes, {})),
             )
         return torch.device("cuda", started.local_rank)
     if found := gpus():
