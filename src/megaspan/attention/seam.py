@@ -311,7 +311,7 @@ def _choices(
     for module in model.modules():
         if is_attention(module):
             window, softcap = _window_of(module), getattr(module, "attn_logit_softcapping", None)
-            case = case_of(parameter.device, dtype, _head_size(module), window, softcap, length, length)  # type: ignore[arg-type]
+            case = case_of(parameter.device, dtype, _head_size(module), window, softcap, length, length)
             sinks = getattr(module, "sinks", None) is not None
             if (case, sinks) not in kinds:
                 share = None if packed_over is None else _share(module, packed_over)

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from megaspan.config import SFTConfig
 
 ONE_RANK = RankSizes()
+ELSEWHERE = "a GPU elsewhere (memory_limit)"
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Plan:
         keep: what each layer keeps from the forward, and where.
         kept: the same as rows of a table: layers, what, bytes, why; the lowest first.
         streamed: layers run in tiles, attention forward once.
-        layer_tile_tokens: tokens of token-wise work in such a layer at once.
+        layer_tile_tokens: tokens of token-wise work in such a layer at once; in layers that run whole, of their MLP.
         kv_heads_per_call: KV heads that are projected and attended at once; None for all.
         stream_back: what waits on the host comes back tile by tile, not whole a layer ahead.
         states: where gradients, masters and moments lie.
@@ -164,7 +165,7 @@ def plan_command(config: SFTConfig, machine: Machine, sizes: RankSizes | None = 
     rope = resolve_rope(raw, config.rope_parameters, config.max_length, config.allow_past_window)
     facts = ModelFacts.from_config(raw, config.model_name_or_path)
     if config.memory_limit and not machine.device_bytes and not config.use_cpu:
-        machine = replace(machine, device_name="a GPU elsewhere (memory_limit)", device_bytes=config.memory_limit)
+        machine = replace(machine, device_name=ELSEWHERE, device_bytes=config.memory_limit)
     if sizes is None:
         sizes = RankSizes.of(config)
         machine = share_of(machine, sizes.total)
@@ -230,7 +231,7 @@ def choose(
         keep=s.policy(facts.layers) if s.checkpoint else KeepPolicy.everything(facts.layers, "device"),
         kept=tuple(keep_rows(facts, s)) if s.checkpoint else (),
         streamed=s.streamed,
-        layer_tile_tokens=s.layer_tile,
+        layer_tile_tokens=s.layer_tile if s.streams or s.tiled_mlp else s.tokens,
         kv_heads_per_call=s.kv_heads_per_call,
         stream_back=s.stream_back,
         states=s.states,
@@ -334,7 +335,9 @@ def _reasons(
     reasons += state_reasons(facts, s)
     if not s.gpu:
         reasons.append("no GPU: everything lies in host memory, and offload copies within it")
-    if s.gpu and not has_flash4() and s.compute_bytes == 2:
+    if s.gpu and machine.device_name == ELSEWHERE:
+        reasons.append("what is installed there is not known; if flash-attn-4 is, attention is up to a fifth faster")
+    elif s.gpu and not has_flash4() and s.compute_bytes == 2:
         reasons.append(
             "flash-attn-4 is not installed here; with it attention is up to a fifth faster (pip install 'megaspan[flash]')"
         )

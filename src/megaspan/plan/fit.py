@@ -88,6 +88,8 @@ def _dials(facts: ModelFacts, s: Settings) -> Iterator[Settings]:
     """Every setting of tiles, head groups and fetches, larger and earlier ones first."""
     if not s.streams:
         yield s
+        if s.checkpoint and facts.experts is None:
+            yield from (replace(s, tiled_mlp=True, layer_tile=tile) for tile in TILES if tile < s.slots)
         return
     for tile in TILES:
         for stream_back in (False, True) if s.offload and s.gpu else (False,):

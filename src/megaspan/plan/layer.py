@@ -73,7 +73,7 @@ def layer_bytes(facts: ModelFacts, layer: int, s: Settings) -> LayerBytes:
     formulas = (
         f"norms {4 * in_fp32 + c * in_type}·E + (Q + K)·{each} + {c}·(K + Q)"
         + (f" + {c}·({more_q}·Q + {more_k}·K)" if more_q else "")
-        + f" + gradient {c}·E; E = {e:,}, Q = {q:,}, K = {k:,}",
+        + f" + gradient {c}·E",
         f"({tensors} + {backward})·{c}·F; F = {width:,}" + (" of a token's experts, and its copies" if routed else ""),
     )
     # Output gradient, dq, dk, dv, and the kernel's fp32 sum of dq.
@@ -82,11 +82,28 @@ def layer_bytes(facts: ModelFacts, layer: int, s: Settings) -> LayerBytes:
 
 
 def whole_layer_parts(facts: ModelFacts, layer: LayerBytes, s: Settings) -> list[Part]:
-    """The peak of a whole layer's backward."""
+    """The peak of a whole layer's backward; of its MLP perhaps one tile, and sums of its weight gradients."""
     pool = whole_layer_pool(facts, s) if s.ranks.row > 1 else []
     first = Part("one layer: attention", s.slots * (layer.norms + layer.attention), s.place, f"t x ({layer.formulas[0]})")
-    if layer.mlp_is_peak:
+    if s.mlp_tile < s.slots:
+        tile = _tile_parts(facts, layer, s)
+        if sum(part.bytes for part in tile) >= s.slots * layer.attention_backward:
+            return [first, *tile, *pool]
+    elif layer.mlp_is_peak:
         size = s.slots * (layer.mlp + layer.mlp_backward)
         return [first, Part("one layer: MLP", size, s.place, f"t x {layer.formulas[1]}"), *pool]
     formula = "t x (2·Q + 2·K of gradients, and Q in fp32)"
     return [first, Part("one layer: attention backward", s.slots * layer.attention_backward, s.place, formula), *pool]
+
+
+def _tile_parts(facts: ModelFacts, layer: LayerBytes, s: Settings) -> list[Part]:
+    """An MLP's backward in tiles: the gradient of its input is there whole, its own tensors are those of a tile."""
+    c, e, n = s.compute_bytes, facts.hidden, s.mlp_tile
+    trained = s.adapter // facts.layers if s.adapter else (3 if facts.family.gated else 2) * e * facts.mlp_width
+    return [
+        Part("one layer: gradient of the MLP's input", s.slots * c * e, s.place, f"t x {c}·E"),
+        Part("one tile: MLP", n * (layer.mlp + layer.mlp_backward), s.place, f"{n:,} tokens x {layer.formulas[1]}"),
+        Part(
+            "one layer: weight gradients of the MLP", trained * (4 + c), s.place, f"{trained:,} x (4 + {c}) B, summed in fp32"
+        ),
+    ]

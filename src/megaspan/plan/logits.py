@@ -45,10 +45,10 @@ def loss_parts(facts: ModelFacts, s: Settings) -> list[Part]:
         return [*parts, Part("all logits", t * v * NLL_BYTES, s.place, formula)]
     n = min(n, t)
     tile = n * v * c + 2 * -(-n // 4) * v * 4 + 3 * n * e * c
-    parts.append(Part("loss tile", tile, s.place, f"{n:,} x V x {c} B + 2 x {-(-n // 4):,} x V x 4 B, V = {v:,}"))
+    parts.append(Part("loss tile", tile, s.place, f"{n:,} x V x {c} B + 2 x {-(-n // 4):,} x V x 4 B"))
     parts.append(Part("hidden gradient", t * (e * c + 24), s.place, f"t x (E x {c} + 24) B"))
     if not s.adapter:
-        parts.append(Part("head gradient, fp32", v * e * 4, s.place, f"V x E x 4 B = {v:,} x {e:,} x 4"))
+        parts.append(Part("head gradient, fp32", v * e * 4, s.place, "V x E x 4 B"))
     return parts
 
 
@@ -57,15 +57,16 @@ def largest_allocation(facts: ModelFacts, s: Settings) -> Part:
     t, c = s.slots, s.compute_bytes
     n = min(t, s.layer_tile) if s.streams else t
     share = (s.kv_heads_per_call or facts.kv_heads) / facts.kv_heads if s.streams else 1
+    each = c if s.streams and n < t else 4
     candidates = [
-        Part("one MLP tensor", n * max(facts.mlp_width, facts.active_mlp_width) * c, s.place, f"{n:,} tokens x F x {c} B"),
-        Part("queries of one call in fp32", round(t * share * facts.query_width * 4), s.place, f"t x {share:g} x Q x 4 B"),
         Part(
-            "hidden states",
-            t * facts.hidden * (c if s.streams and n < t else 4),
+            "one MLP tensor",
+            s.mlp_tile * max(facts.mlp_width, facts.active_mlp_width) * c,
             s.place,
-            "t x E, in fp32 in a norm of a whole row",
+            f"{s.mlp_tile:,} tokens x F x {c} B",
         ),
+        Part("queries of one call in fp32", round(t * share * facts.query_width * 4), s.place, f"t x {share:g} x Q x 4 B"),
+        Part("hidden states", t * facts.hidden * each, s.place, f"t x E x {each} B" + ", a norm of a whole row" * (each > c)),
         Part("embedding or its gradient", facts.head_parameters * 4, s.place, "V x E x 4 B"),
     ]
     if not s.chunked:

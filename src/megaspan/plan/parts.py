@@ -44,6 +44,7 @@ class Settings:
         keep: what each layer keeps, and where; None for everything, on the host with `offload`.
         streamed: layers run in tiles, attention forward once.
         layer_tile: tokens of token-wise work in such a layer at once.
+        tiled_mlp: layers run whole but for their MLP, which runs in such tiles.
         kv_heads_per_call: KV heads that a rank attends at once; None for all. sp ranks take as many each.
         stream_back: what waits on the host comes back tile by tile, not whole a layer ahead.
         states: where gradients and AdamW's states lie.
@@ -65,6 +66,7 @@ class Settings:
     keep: KeepPolicy | None = None
     streamed: bool = False
     layer_tile: int = 16_384
+    tiled_mlp: bool = False
     kv_heads_per_call: int | None = None
     stream_back: bool = False
     states: StatePlan = field(default_factory=StatePlan)
@@ -97,6 +99,11 @@ class Settings:
     def streams(self) -> bool:
         """Whether layers run in tiles now: without checkpointing every layer keeps all it computes."""
         return self.streamed and self.checkpoint
+
+    @property
+    def mlp_tile(self) -> int:
+        """Tokens that a layer's MLP works on at once."""
+        return min(self.layer_tile, self.slots) if self.streams or self.tiled_mlp else self.slots
 
     def policy(self, layers: int) -> KeepPolicy:
         """What each layer keeps."""

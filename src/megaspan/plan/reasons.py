@@ -30,6 +30,11 @@ def layer_reasons(facts: ModelFacts, s: Settings, used: Memory) -> list[str]:
     reasons = []
     if not s.streamed:
         reasons.append("layers of this family are checkpointed whole: the streamed layer is not proven for them")
+        if s.tiled_mlp:
+            reasons.append(
+                f"their MLP runs in tiles of {format_tokens(s.layer_tile)} tokens: whole it has no room. The live model is "
+                "tried, and the run says where an MLP does not work token by token"
+            )
     elif s.layer_tile < s.tokens:
         reasons.append(f"layers run in tiles of {format_tokens(s.layer_tile)} tokens, attention over the whole row")
     if s.streams and s.kv_heads_per_call:
@@ -66,15 +71,16 @@ def _keep_reasons(facts: ModelFacts, s: Settings, used: Memory) -> list[str]:
             else "offload moves nothing: what is kept stays on the device"
         )
     elif stay:
+        last, one = (f"{stay} layers", "") if stay > 1 else ("layer", "s")
         everything = replace(s, keep=KeepPolicy.everything(facts.layers, "host", outputs=s.streams))
         if used.device_bytes > memory(facts, everything).device_bytes:
             away = format_bytes(memory(facts, everything).host_bytes)
             reasons.append(
-                f"what the last {stay} layers keep stays on the device for want of host memory: all of it away would take "
+                f"what the last {last} keep{one} stays on the device for want of host memory: all of it away would take "
                 f"{away} of host memory (host_memory says what there is)"
             )
         else:
-            reasons.append(f"what the last {stay} layers keep stays on the device: others need its place only later")
+            reasons.append(f"what the last {last} keep{one} stays on the device: others need its place only later")
     return reasons
 
 
@@ -119,9 +125,10 @@ def summary(facts: ModelFacts, s: Settings) -> str:
     if policy.outputs == layers and not policy.runs_again:
         return f"every layer keeps its input and attention's output {places}: attention runs forward once{also}"
     full = replace(s, keep=KeepPolicy.everything(layers, "host"))
-    more = format_seconds(max(0.0, relative_seconds(facts, s) - relative_seconds(facts, full)))
+    more = max(0.0, relative_seconds(facts, s) - relative_seconds(facts, full))
+    again = f"takes {format_seconds(more)} at an H200's speed" if s.gpu else "is computed"
     kept = f"{len(policy.segments)} inputs and {policy.outputs} attention outputs of {layers} layers are kept {places}"
-    return f"{kept}: there is no room for more, and the rest, again, takes {more}{also}"
+    return f"{kept}: there is no room for more, and the rest, again, {again}{also}"
 
 
 def keep_rows(facts: ModelFacts, s: Settings) -> list[tuple[str, str, int, str]]:
