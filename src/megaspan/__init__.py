@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -22,3 +24,17 @@ def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     return getattr(import_module(_HOMES[name]), name)
+
+
+def _said_once(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """A wrong option is found by every rank of a script: one says so, the others end in silence. Else as it was before."""
+    human = sys.modules.get("megaspan.human")
+    if human is not None and issubclass(kind, human.UserError):
+        from megaspan import world
+
+        if world.launch().several:
+            world.exit_once(kind, error, trace)
+    _shown_before(kind, error, trace)
+
+
+_shown_before, sys.excepthook = sys.excepthook, _said_once

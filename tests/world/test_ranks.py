@@ -103,3 +103,22 @@ def test_a_file_for_fsdp1_is_refused_once_with_the_lines_to_paste(tmp_path):
     assert "\n  fsdp_version: 2\n" in done.stderr
     assert "UserErrors" not in done.stderr
     assert "exitcode  : 2" in done.stderr
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("accelerate", marks=pytest.mark.full)])
+def test_a_wrong_option_is_said_by_one_rank(tmp_path, launcher):
+    """Before any rank has joined: the options are checked where a script makes them."""
+    (tmp_path / "fsdp2.yaml").write_text(FSDP2)
+    accelerate = ["accelerate.commands.launch", "--config_file", str(tmp_path / "fsdp2.yaml")]
+    done = run(*(TORCHRUN if launcher == "torchrun" else accelerate), str(TOY), "none", "cp_sise=2")
+    assert done.returncode != 0
+    assert own_lines(done.stderr) == ["megaspan: cp_sise is not an option. Did you mean cp_size?"]
+    assert "UserErrors" not in done.stderr
+    assert "exitcode  : 2" in done.stderr
+
+
+def test_a_process_of_its_own_shows_where_a_wrong_option_was_given():
+    done = subprocess.run([sys.executable, str(TOY), "none", "cp_sise=2"], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "in main" in done.stderr
+    assert done.stderr.endswith("UserErrors: cp_sise is not an option. Did you mean cp_size?\n")

@@ -19,6 +19,7 @@ from megaspan.world.axes import mesh as mesh
 from megaspan.world.devices import device as device
 from megaspan.world.devices import machine as machine
 from megaspan.world.failure import Failure as Failure
+from megaspan.world.failure import exit_once as exit_once
 from megaspan.world.failure import read_failure as read_failure
 from megaspan.world.failure import report_failure as report_failure
 from megaspan.world.gpu import ALLOCATOR_VARIABLES as ALLOCATOR_VARIABLES
