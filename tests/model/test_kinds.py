@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megaspan.human import UserError
 from megaspan.model import prepare
-from megaspan.model.kinds import refuse_shared_rows
+from megaspan.model.kinds import check_config, check_layers, check_trainable, refuse_shared_rows
 from tests.model.support import plan, settings
 from tests.models import FAMILIES, tiny, tiny_config
 
@@ -67,6 +67,34 @@ def test_families_of_softmax_attention_are_taken(family: str) -> None:
     prepare(model, settings(), plan())
     refuse_shared_rows(model)
     assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_a_decoder_whose_configuration_says_that_it_is_none() -> None:
+    """GPT-NeoX carries `is_decoder: false` and never reads it; what its attention says decides. BERT reads it."""
+    config = AutoConfig.for_model("gpt_neox", **SIZES)
+    assert config.is_decoder is False
+    for given in (config, config.to_dict()):
+        refuse_shared_rows(given)
+    check_config(config.to_dict() | {"architectures": ["GPTNeoXForCausalLM"]}, "neox")
+    model: Any = AutoModelForCausalLM.from_config(config)
+    check_trainable(model)
+    model.gpt_neox.layers[1].attention.is_causal = False
+    with pytest.raises(UserError, match="later tokens"):
+        check_trainable(model)
+    for kind, decoder in (("bert", False), ("bert", True), ("roberta", False), ("bert-generation", False)):
+        entries = AutoConfig.for_model(kind, is_decoder=decoder, **SIZES).to_dict()
+        if decoder:
+            check_layers(entries, kind)
+            continue
+        with pytest.raises(UserError, match="later tokens"):
+            check_layers(entries, kind)
+
+
+def test_gpt_neox_packs_documents() -> None:
+    """Its attention has names of its own, and is found and told all the same."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt_neox", **SIZES), attn_implementation="eager").train()
+    prepare(model, settings(), plan())
+    refuse_shared_rows(model)
 
 
 def test_chunks_without_types_of_layers() -> None:

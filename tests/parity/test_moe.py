@@ -10,9 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from megaspan.config import SFTConfig
+from megaspan.data import Row
+from megaspan.human import UserError
 from megaspan.layers.routing import Router, find_router
 from megaspan.model import levers, prepare
 from megaspan.plan.keep import KeepPolicy, LayerKeep
+from megaspan.trainer.share import Share
 from tests.model.support import plan
 from tests.models import assert_same_gradients, batch, gradients, tiny
 
@@ -184,6 +187,54 @@ def test_a_call_that_is_passed_on_adds_its_sums() -> None:
     torch.testing.assert_close(parts[0][1], parts[1][1], rtol=1e-6, atol=0)
     assert_same_gradients(gradients(model.model), gradients(plain.model), 1e-4)
     assert stats_of(model).passed_on == LAYERS
+
+
+@pytest.mark.parametrize("checkpoint", [True, False])
+@pytest.mark.parametrize("way", ["attention_mask", "pad_to_multiple_of"])
+def test_padding_does_not_count_in_the_balance_loss(way: str, checkpoint: bool) -> None:
+    """P1 against transformers with an attention_mask: it leaves padding out of counts, probabilities and divisor."""
+    model = prepared("qwen3_moe")
+    if not checkpoint:
+        model = prepare(model_of("qwen3_moe"), SFTConfig(max_length=256, gradient_checkpointing=False), plan(checkpoint=False))
+    data = batch(30)
+    data["labels"][:, 19:] = -100
+    masked = data | {"attention_mask": (torch.arange(30) < 19)[None].long()}
+    want_loss, want_balance, want = step(model_of("qwen3_moe"), masked)
+    inputs: dict[str, Any] = masked
+    if way == "pad_to_multiple_of":
+        row = Row(data["input_ids"][0].numpy(), data["labels"][0].numpy(), (19,), 11, (19,))
+        inputs = Share(torch.device("cpu")).inputs(row)
+    loss, balance, got = step(model, inputs)
+    torch.testing.assert_close(balance, want_balance, rtol=1e-6, atol=0)
+    torch.testing.assert_close(loss, want_loss, rtol=1e-6, atol=0)
+    assert_same_gradients(got, want, 1e-4)
+    with torch.no_grad():
+        evaluated = model(**inputs, use_cache=False).aux_loss
+    torch.testing.assert_close(evaluated, want_balance, rtol=1e-6, atol=0)
+
+
+def test_nor_in_a_packed_row() -> None:
+    found = []
+    for padding in (0, 7):
+        data = {name: values[:, : 24 + padding].clone() for name, values in batch(31).items()}
+        data["labels"][:, [0, 9]], data["labels"][:, 24:] = -100, -100
+        row = Row(data["input_ids"][0].numpy(), data["labels"][0].numpy(), (9, 15), padding, (9, 15))
+        found.append(step(prepared("qwen3_moe"), Share(torch.device("cpu")).inputs(row)))
+    torch.testing.assert_close(found[1][:2], found[0][:2], rtol=1e-6, atol=0)
+    assert_same_gradients(found[1][2], found[0][2], 1e-5)
+
+
+@pytest.mark.parametrize("changes", [{"streamed": False}, {"checkpoint": False}])
+def test_over_ranks_a_balance_loss_of_layers_that_run_whole_is_refused_when_the_model_is_prepared(changes: Any) -> None:
+    args = SFTConfig(max_length=256, gradient_checkpointing=changes.get("checkpoint", True))
+    object.__setattr__(args, "cp_size", 2)
+    model = model_of("mixtral")
+    with pytest.raises(UserError, match="on several ranks: its layers do not stream"):
+        prepare(model, args, plan(**changes))
+    assert model.config._attn_implementation == "eager"
+    assert not any("_gradient_checkpointing_func" in module.__dict__ for module in model.model.layers)
+    prepare(model_of("mixtral", output_router_logits=False), args, plan(**changes))
+    prepare(model, args, plan())
 
 
 def test_without_checkpointing_the_loss_is_the_models_own_function() -> None:
