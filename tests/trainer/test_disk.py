@@ -15,6 +15,7 @@ from megaspan.model import disk
 from megaspan.plan.keep import KeepPolicy, LayerKeep
 from megaspan.trainer import setup
 from megaspan.trainer.interrupt import Interrupted
+from tests.memory.latedisk import empties
 from tests.trainer.support import assert_same_bits, documents, model_folder, trainer, weights
 from tests.trainer.test_resume import _interrupt_at_layer
 
@@ -85,9 +86,9 @@ def test_a_full_disk_ends_the_run_with_a_sentence(tmp_path, model_folder, folder
         patch.setattr(os, "pwritev", full)
         with pytest.raises(UserError, match="is full; the step was abandoned"):
             run.train()
-    assert run._job.levers.disk.tier.stats().used == 0
+    assert empties(run._job.levers.disk.tier)
     again = trainer(model_folder, tmp_path / "run", DATA, **options)
     resume = bool(list(Path(tmp_path / "run").glob("checkpoint-*")))
     again.train(resume_from_checkpoint=True if resume else None)
     assert_same_bits(weights(again.model), whole)
-    assert again._job.levers.disk.tier.stats().used == 0
+    assert empties(again._job.levers.disk.tier)

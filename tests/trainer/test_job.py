@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+import torch
 
 from megaspan import world
 from megaspan.config import SFTConfig
@@ -66,3 +67,47 @@ def test_the_digest_is_of_what_decides_the_order_of_calls(tmp_path, model_folder
     digests = [setup._digest(dataclasses.replace(plan, **change)) for change in ({}, {"host_bytes": 1}, *changes)]
     assert digests[0] == digests[1]
     assert len(set(digests[1:])) == 1 + len(changes)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "device", "batch", "windows", "said"),
+    [
+        ({}, "cpu", 1, 1, ""),
+        ({"cp": 8}, "cuda", 1, 1, ""),
+        ({"dp_shard": 2}, "cuda", 1, 1, " = 2 GPUs × 1 (per_device_train_batch_size) × 1 (gradient_accumulation_steps)"),
+        ({"dp_shard": 2}, "cpu", 3, 4, " = 2 processes × 3 (per_device_train_batch_size) × 4 (gradient_accumulation_steps)"),
+        ({}, "cuda", 1, 4, " = 1 GPU × 1 (per_device_train_batch_size) × 4 (gradient_accumulation_steps)"),
+        ({"dp_replicate": 2, "cp": 2, "sp": 2}, "cuda", 1, 1, " = 2 groups of 4 GPUs × 1 (per_device_train_batch_size) × 1 "
+         "(gradient_accumulation_steps)"),
+    ],
+)  # fmt: skip
+def test_rows_a_step_are_told_with_their_product(tmp_path, model_folder, sizes, device, batch, windows, said):
+    """`megaspan train --nproc 2` alone makes a step of twice the rows, so half the steps."""
+    run = trainer(model_folder, tmp_path, documents([40, 30]), max_steps=1)._job
+    options = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": windows}
+    mesh = world.Mesh(**sizes)
+    there = dataclasses.replace(run, args=run.args.replace(**options), ranks=world.Ranks(mesh, torch.device(device)))
+    assert there._product() == said
+    assert there.rows_per_step == mesh.size("data") * batch * windows
+
+
+def test_the_header_tells_the_product(tmp_path, model_folder, capsys):
+    trainer(model_folder, tmp_path, documents([40, 30]), max_steps=1, gradient_accumulation_steps=2).train()
+    told = "rows a step: 2 = 1 process × 1 (per_device_train_batch_size) × 2 (gradient_accumulation_steps); steps an epoch: 1"
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("asked", "dtype", "line"),
+    [
+        (None, torch.float32, None),
+        ("no", torch.bfloat16, ("mixed_precision: no, and products are in bfloat16", "the options decide", False)),
+        ("bf16", torch.bfloat16, ("mixed_precision: bf16, and products are in bfloat16", "as the file says", False)),
+        ("bf16", torch.float32, ("mixed_precision: bf16, and products are in float32", "not on a CPU; bf16: true", True)),
+    ],
+)
+def test_what_becomes_of_the_precision_of_a_launch_file_is_said(monkeypatch, asked, dtype, line):
+    monkeypatch.setattr(world, "launch_precision", lambda: asked)
+    found = job.launch_lines(dtype)
+    assert [(each.value, each.loud) for each in found] == ([] if line is None else [(line[0], line[2])])
+    assert line is None or line[1] in found[0].reason

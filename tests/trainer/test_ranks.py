@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 from megaspan import SFTTrainer
 from megaspan.config.parallel import AXES
+from megaspan.human import UserError
 from megaspan.trainer.interrupt import Interrupted
 from tests.gloo import run_ranks
 from tests.trainer.support import assert_same_bits, documents, logged, model_folder, trainer
@@ -81,6 +82,30 @@ def interrupted(rank: int, world: int, folder: Path, out: Path, sizes: dict[str,
     again._job.ranks.heart.close()
 
 
+def twice(rank: int, world: int, folder: Path, out: Path, first: dict[str, int], second: dict[str, int]) -> None:
+    """A second trainer, in another layout, on the model object that a first one has trained."""
+    launched(rank, world)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    runs = []
+    for sizes, options in ((first, {}), (second, {"learning_rate": 5e-4})):
+        runs.append(trainer(model, out, DATA, eval_dataset=HELD_OUT, **options_of(sizes, world, **options)))
+        shutil.rmtree(out, ignore_errors=True)
+        torch.distributed.barrier()
+        runs[-1].train()
+    runs[-1].save_model()
+    assert runs[0].model is runs[1].model
+    for wrong, words in (
+        ({"dp_replicate_size": 2}, "over 2 ranks, and this run is on 1 rank in each of 2 copies"),
+        (second | {"dtype": "bfloat16"}, "with fp32 masters, and this run asks for it in pure bf16"),
+    ):
+        with pytest.raises(UserError, match=words):
+            trainer(model, out, DATA, eval_dataset=HELD_OUT, **options_of(wrong, world))
+    other = model if rank == 0 else AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with pytest.raises(UserError, match="the model differs between ranks"):
+        trainer(other, out, DATA, eval_dataset=HELD_OUT, **options_of(second, world))
+    runs[-1]._job.ranks.heart.close()
+
+
 def slow(run: SFTTrainer) -> None:
     """Makes a step last longer than ranks need to hear of each other's signals."""
     watch = run._job.watch_layers
@@ -110,6 +135,17 @@ def one(folder: Path, out: Path, **changes: Any) -> Path:
     """The same run on one process."""
     run = trainer(folder, out, changes.pop("data", DATA), eval_dataset=HELD_OUT, **options_of({}, 1, **changes))
     run.train()
+    run.save_model()
+    return out
+
+
+def one_twice(folder: Path, out: Path) -> Path:
+    """What `twice` does, on one process."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for options in ({}, {"learning_rate": 5e-4}):
+        run = trainer(model, out, DATA, eval_dataset=HELD_OUT, **options_of({}, 1, **options))
+        shutil.rmtree(out, ignore_errors=True)
+        run.train()
     run.save_model()
     return out
 
@@ -158,7 +194,7 @@ def test_two_ranks(tmp_path, model_folder):
     ]  # fmt: skip
     cases = [(train, (model_folder, tmp_path / f"{name}_{next(iter(sizes))}", sizes, changes)) for name, sizes, changes in runs]
     stopped = (interrupted, (model_folder, tmp_path / "stopped", CP))
-    run_ranks(2, [*cases, stopped])
+    run_ranks(2, [*cases, stopped, (twice, (model_folder, tmp_path / "twice", CP, SP))])
     wanted = {
         name: one(model_folder, tmp_path / name, **changes)
         for name, changes in (("whole", {}), ("lora", LORA), ("masked", SEQUENTIAL), ("packed", PACKED))
@@ -172,6 +208,7 @@ def test_two_ranks(tmp_path, model_folder):
     assert_same_run(
         one(model_folder, on_one, save_strategy="steps", save_steps=100, resume_from_checkpoint=True), wanted["whole"]
     )
+    assert_same_run(tmp_path / "twice", one_twice(model_folder, tmp_path / "one_twice"))
     assert "loss" not in logged(tmp_path / "masked_sp_size")[0]
     assert (tmp_path / "lora_cp_size" / "model" / "adapter_config.json").exists()
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
@@ -285,7 +286,8 @@ def _pretrained_model(
 
 
 def _moved(model: Any, device: torch.device) -> Any:
-    return model.to(device)
+    """The model on a device; one that is cut over ranks stays, `to` would put other objects in the place of its parameters."""
+    return model if any(isinstance(parameter, DTensor) for parameter in model.parameters()) else model.to(device)
 
 
 def _facts(model_config: PretrainedConfig) -> ModelFacts:

@@ -28,7 +28,7 @@ from megaspan.store.adapter import base_of, is_adapter, is_resized
 
 PIECE_BYTES = 64 * 2**20
 _Result = TypeVar("_Result")
-_FIELDS = ("what", "got", "allowed", "do")
+_FIELDS = ("what", "got", "found", "allowed", "do", "option")
 
 
 def is_sharded(model: torch.nn.Module) -> bool:
@@ -206,8 +206,12 @@ def _told(failure: BaseException | None) -> dict[str, Any] | None:
     if failure is None:
         return None
     if isinstance(failure, UserError):
-        return {"user": {name: None if (value := getattr(failure, name)) is None else str(value) for name in _FIELDS}}
+        return {"user": {name: _plain(getattr(failure, name)) for name in _FIELDS}}
     return {"other": f"{type(failure).__name__}: {failure}"}
+
+
+def _plain(value: Any) -> Any:
+    return value if value is None or isinstance(value, str | int | float) else str(value)
 
 
 def _error(told: dict[str, Any]) -> BaseException:

@@ -70,6 +70,12 @@ class Job:
         return self.ranks.device
 
     @property
+    def rows_per_step(self) -> int:
+        """Rows of all ranks in one step."""
+        args = self.args
+        return args.per_device_train_batch_size * args.gradient_accumulation_steps * self.ranks.mesh.size("data")
+
+    @property
     def frozen(self) -> bool:
         """Most weights get no gradient (LoRA)."""
         return hasattr(self.model, "peft_config")
@@ -213,9 +219,10 @@ class Job:
             Line(
                 "steps",
                 f"{schedule.total_steps}",
-                f"rows a step: {schedule.rows_per_step}; steps an epoch: {schedule.steps_per_epoch}",
+                f"rows a step: {schedule.rows_per_step}{self._product()}; steps an epoch: {schedule.steps_per_epoch}",
             ),
             precision,
+            *launch_lines(self.saved_dtype()),
             Line("positions", str(rotary), self.loaded.rope.reason),
             *[Line("positions", str(entry)) for entry in others],
             *[Line(label, value, reason) for label, value, reason in self.levers.read_back()],
@@ -254,6 +261,19 @@ class Job:
         told += [f"a row's tokens over {mesh.cp}"] * (mesh.cp > 1)
         told += [f"heads of a row over {mesh.sp}"] * (mesh.sp > 1)
         return [Line("ranks", str(mesh), ", ".join(told))]
+
+    def _product(self) -> str:
+        """What the rows of a step are the product of. Ranks with rows of their own make a step larger, and steps fewer."""
+        groups, mesh = self.ranks.mesh.size("data"), self.ranks.mesh
+        if groups == 1 and self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps == 1:
+            return ""
+        device = "GPU" if self.device.type == "cuda" else "process"
+        if mesh.size("row") > 1:
+            who = f"{groups} group{'s' if groups > 1 else ''} of {mesh.size('row')} {device}{'s' if device == 'GPU' else 'es'}"
+        else:
+            who = f"{groups} {device}" + ("" if groups == 1 else "s" if device == "GPU" else "es")
+        batch, windows = self.args.per_device_train_batch_size, self.args.gradient_accumulation_steps
+        return f" = {who} × {batch} (per_device_train_batch_size) × {windows} (gradient_accumulation_steps)"
 
     def _spread(self, longest: int) -> str:
         if self.ranks.mesh.ranks == 1:
@@ -308,6 +328,19 @@ def _kept(args: SFTConfig) -> str:
         return f"save_total_limit: {args.save_total_limit} keeps the newest"
     timed = f"; those of save_minutes: {args.save_minutes:g} are not in what is needed" if args.save_minutes else ""
     return f"every checkpoint is kept (save_total_limit: null){timed}"
+
+
+def launch_lines(dtype: torch.dtype) -> list[Line]:
+    """What became of the precision that accelerate's launch file asks for; `dtype` is what products are in."""
+    asked = world.launch_precision()
+    if asked is None:
+        return []
+    live = str(dtype).removeprefix("torch.")
+    why = "accelerate passes no where the file says nothing, so the options decide"
+    if asked == "bf16":
+        why = "as the file says" if live == "bfloat16" else "not on a CPU; bf16: true in the options asks for it there too"
+    value = f"mixed_precision: {asked}, and products are in {live}"
+    return [Line("launch file", value, why, loud=asked == "bf16" and live != "bfloat16")]
 
 
 def say(ranks: world.Ranks, text: str) -> None:

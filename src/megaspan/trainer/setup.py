@@ -28,7 +28,6 @@ from megaspan.human import UserError
 from megaspan.layers.checkpoint import checkpointed_layers
 from megaspan.model import (
     LoadedModel,
-    adopt_model,
     check_token_ids,
     levers,
     load_model,
@@ -38,11 +37,12 @@ from megaspan.model import (
     wrap_lora,
 )
 from megaspan.model.kinds import refuse_shared_rows
-from megaspan.model.shard import shard
+from megaspan.model.shard import shard, shards
 from megaspan.model.sharded import load_sharded
 from megaspan.optimizer import check_optim
 from megaspan.plan import Plan, RankSizes, choose, plan_command
 from megaspan.report import check_trackers
+from megaspan.trainer.given import adopt, check_given, compared
 from megaspan.trainer.job import Job, say
 from megaspan.trainer.share import Share
 
@@ -65,6 +65,8 @@ def set_up(
     ranks = world.join(args)
     sizes = RankSizes(*ranks.mesh.sizes)
     args, given = _wished(model, _as_launched(args, ranks))
+    if given is not None:
+        check_given(given, args)
     check_trackers(args.report_to)
     check_optim(args)
     world.set_allocator()
@@ -116,9 +118,11 @@ def set_up(
 
 
 def _as_launched(args: SFTConfig, ranks: world.Ranks) -> SFTConfig:
-    """The options with the sizes that a launch file has set, and with use_cpu where that leaves a GPU alone."""
+    """The options with what a launch file has set: sizes, use_cpu where that leaves a GPU alone, bf16 on a GPU."""
     mesh = ranks.mesh
-    found = {"dp_replicate_size": mesh.dp_replicate, "cp_size": mesh.cp, "sp_size": mesh.sp}
+    found: dict[str, Any] = {"dp_replicate_size": mesh.dp_replicate, "cp_size": mesh.cp, "sp_size": mesh.sp}
+    if world.launch_precision() == "bf16" and ranks.device.type == "cuda":
+        found["bf16"] = True
     if ranks.device.type == "cpu" and world.gpus():
         found["use_cpu"] = True
     changed = {option: size for option, size in found.items() if getattr(args, option) != size}
@@ -162,14 +166,13 @@ def _loaded(
     if axes is not None and given is None:
         loaded = load_sharded(args, ranks.device, axes.fsdp, peft_config)
     else:
-        loaded = load_model(args, ranks.device) if given is None else adopt_model(given, args, ranks.device)
-        if given is not None:
-            ranks.mesh.check_heads(loaded.facts.heads, loaded.facts.kv_heads)
+        loaded = load_model(args, ranks.device) if given is None else adopt(given, args, ranks, axes)
         if peft_config is not None or args.use_peft:
             loaded = wrap_lora(loaded, args, peft_config)
         if axes is not None:
             # Each rank keeps a part of what it was given: parts of different models would make a model of their own.
-            world.same_everywhere("the model", _sample(loaded.model))
+            world.same_everywhere("the model", compared(loaded.model))
+        if axes is not None and shards(loaded.model) is None:
             compute = next(parameter.dtype for parameter in loaded.model.parameters() if parameter.is_floating_point())
             shard(loaded.model, axes.fsdp, masters=args.weights_dtype != "bfloat16", compute=compute)
     world.refuse_wrapped(sorted({_layer_class(layer) for layer in checkpointed_layers(unwrap(loaded.model))}))
@@ -179,15 +182,6 @@ def _loaded(
 def _layer_class(layer: torch.nn.Module) -> str:
     """The class of a layer by its own name: FSDP2 makes another of it."""
     return next(kind.__name__ for kind in type(layer).__mro__ if not issubclass(kind, FSDPModule))
-
-
-def _sample(model: torch.nn.Module) -> str:
-    """A digest of up to 1,024 values of each weight."""
-    digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        flat = parameter.detach().reshape(-1)
-        digest.update(name.encode() + flat[:: max(1, flat.numel() // 1024)].float().cpu().numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _most_slots(share: Share, rows: Rows) -> int:

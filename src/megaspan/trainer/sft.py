@@ -129,7 +129,7 @@ class SFTTrainer:
             )
         schedule = Schedule(
             rows=len(job.rows),
-            rows_per_step=args.per_device_train_batch_size * args.gradient_accumulation_steps * job.ranks.mesh.size("data"),
+            rows_per_step=job.rows_per_step,
             epochs=args.num_train_epochs,
             max_steps=args.max_steps,
             seed=args.seed if args.data_seed is None else args.data_seed,

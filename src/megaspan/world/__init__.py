@@ -40,6 +40,7 @@ from megaspan.world.launched import Launch as Launch
 from megaspan.world.launched import follow_parent as follow_parent
 from megaspan.world.launched import launch as launch
 from megaspan.world.launched import share_cores as share_cores
+from megaspan.world.launchfile import launch_precision as launch_precision
 from megaspan.world.launchfile import refuse_launch as refuse_launch
 from megaspan.world.launchfile import refuse_wrapped as refuse_wrapped
 from megaspan.world.ranks import Ranks as Ranks

@@ -196,6 +196,14 @@ def _word(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
+def launch_precision(environ: Mapping[str, str] = os.environ) -> str | None:
+    """The file's mixed_precision, or that of accelerate's flags: bf16 or no; None under other launchers.
+
+    accelerate passes "no" where nobody has written anything, so a "no" leaves the choice to the options of the run.
+    """
+    return environ.get("ACCELERATE_MIXED_PRECISION") if launch(environ).by == "accelerate launch" else None
+
+
 def wants_cpu(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether accelerate's file or flags say to run on the CPU."""
     return _true(environ, "ACCELERATE_USE_CPU")

@@ -15,7 +15,7 @@ from megaspan.world.board import Board
 
 PAUSE = 0.05  # seconds between two looks
 _Result = TypeVar("_Result")
-_FIELDS = ("what", "got", "allowed", "do", "option")
+_FIELDS = ("what", "got", "found", "allowed", "do", "option")
 
 
 def in_turn(board: Board, key: str, first: bool, act: Callable[[], _Result]) -> _Result:

@@ -1,0 +1,60 @@
+"""A model that comes as an object, for the first time or again (of several ranks: test_ranks.py)."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from megaspan.human import UserError
+from tests.trainer.support import assert_same_bits, documents, model_folder, trainer, weights
+
+__all__ = ["model_folder"]
+
+DATA = documents([40, 30])
+
+
+def load(folder, dtype=torch.float32):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+
+
+def test_a_second_trainer_goes_on_from_the_weights_of_the_first(tmp_path, model_folder):
+    model = load(model_folder)
+    trainer(model, tmp_path / "first", DATA, max_steps=1).train()
+    untouched = load(model_folder)
+    untouched.load_state_dict(copy.deepcopy(model.state_dict()))
+    again = trainer(model, tmp_path / "again", DATA, max_steps=2, learning_rate=1e-3, loss_type="nll")
+    again.train()
+    anew = trainer(untouched, tmp_path / "anew", DATA, max_steps=2, learning_rate=1e-3, loss_type="nll")
+    anew.train()
+    assert_same_bits(weights(again.model), weights(anew.model))
+    losses = [[entry["loss"] for entry in run.state.log_history] for run in (again, anew)]
+    assert losses[0] == losses[1]
+
+
+def test_an_adapter_of_the_first_trainer_is_not_trained_upon(tmp_path, model_folder):
+    model = load(model_folder)
+    trainer(model, tmp_path, DATA, max_steps=1, use_peft=True)
+    for options in ({"use_peft": True}, {}):
+        with pytest.raises(UserError, match="there is an adapter inside the model that was given"):
+            trainer(model, tmp_path, DATA, max_steps=1, **options)
+
+
+@pytest.mark.parametrize(
+    ("bf16", "dtype", "sentence"),
+    [
+        (
+            True,
+            torch.float32,
+            r"bf16: true asks .*; got float32; allowed: bfloat16\. Load it with dtype=torch\.bfloat16, masters",
+        ),
+        (False, torch.bfloat16, r"bf16: false asks .*; got bfloat16; allowed: float32\. Load it with dtype=torch\.float32\.$"),
+    ],
+)
+def test_bf16_is_what_the_model_is_in(tmp_path, model_folder, bf16, dtype, sentence):
+    model = load(model_folder, dtype)
+    with pytest.raises(UserError, match=sentence):
+        trainer(model, tmp_path, DATA, max_steps=1, bf16=bf16)
+    trainer(model, tmp_path, DATA, max_steps=1, bf16=not bf16)
