@@ -9,6 +9,7 @@ says its steps and its failures, the rest is rank 0's to say; nothing is sent be
 from __future__ import annotations
 
 import json
+import math
 import os
 import resource
 import sys
@@ -52,12 +53,21 @@ def say(**result: Any) -> None:
     sys.stdout.flush()
 
 
+def age() -> float:
+    """Seconds that this process lives: how long a start takes, which no step shows."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # after the boot; proc(5), starttime
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+
+
 class Clock(TrainerCallback):
     """Seconds and peak memory of every optimizer step, the same code for every system."""
 
     def __init__(self, profiled: int = 0) -> None:
         self.profiled = profiled
         self.begun = 0.0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        say(seconds_to_training=age())
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if torch.cuda.is_available():
@@ -80,7 +90,7 @@ class Clock(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
         if logs and "loss" in logs:
-            say(loss=float(logs["loss"]))
+            say(loss=float(logs["loss"]), gradient_norm=float(logs.get("grad_norm", math.nan)))
 
 
 def watchers(case: dict[str, Any]) -> list[TrainerCallback]:
@@ -324,6 +334,7 @@ def main(case: dict[str, Any], folder: Path) -> int:
             torch.cuda.set_per_process_memory_fraction(min(1.0, case["limit"] / total))
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     say(device=name, torch=torch.__version__)
+    say(seconds_to_import=age())
     try:
         SYSTEMS[case["system"]](case, folder)
     except torch.OutOfMemoryError as error:

@@ -207,6 +207,12 @@ def environment() -> dict[str, str]:
     return found
 
 
+def heard(result: dict[str, Any]) -> None:
+    """Shows a step as it comes: what a command that is stopped had found is not lost."""
+    if "step" in result:
+        print(f"  step {result['step']}: {result['seconds']:.2f} s", file=sys.stderr, flush=True)
+
+
 def main(given: list[str] | None = None) -> int:
     """Run every case and print the table; 1 when megaspan itself failed."""
     args = arguments(given)
@@ -216,7 +222,7 @@ def main(given: list[str] | None = None) -> int:
     outcomes = []
     for name, case in cases(args):
         print(f"{name}, {format_tokens(case['tokens'])} tokens …", file=sys.stderr, flush=True)
-        outcomes.append(run_case(name, case, args.timeout))
+        outcomes.append(run_case(name, case, args.timeout, heard))
         print("  " + "  ".join(line_of(outcomes[-1], [])[2:]), file=sys.stderr, flush=True)
         if args.json:
             args.json.write_text(

@@ -18,7 +18,7 @@ class Outcome:
         case: what was asked for.
         steps: that all ranks have finished: seconds of the slowest, peaks of the fullest and (`…_least`) of the emptiest, host
             memory of all.
-        losses: as rank 0 logs them.
+        losses, gradient_norms: as rank 0 logs them.
         facts: everything else that was said.
         failed: in a word or two what ended it.
         why: the reason.
@@ -30,6 +30,7 @@ class Outcome:
     case: dict[str, Any]
     steps: list[dict[str, Any]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
+    gradient_norms: list[float] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
     failed: str | None = None
     why: str = ""
@@ -79,6 +80,7 @@ class Outcome:
                 return self.steps[-1]
         elif "loss" in result:
             self.losses.append(result["loss"])
+            self.gradient_norms.append(result["gradient_norm"])
         elif "device" in result:
             self.device = result["device"]
         else:
@@ -97,6 +99,7 @@ class Outcome:
             "host_bytes": self.most("host_bytes"),
             "steps_measured": self.steps,
             "losses": self.losses,
+            "gradient_norms": self.gradient_norms,
             **self.facts,
             "failed": self.failed,
             "why": self.why,

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +92,14 @@ def test_few_layers_run_with_dials_that_are_given(tmp_path: Path, capsys, kind, 
     assert case.dials_of(plan, kind) == dials | {"states": states}
     losses = [result["loss"] for result in results(capsys) if "loss" in result]
     assert losses == pytest.approx([6.24, 6.24], abs=0.5), "log of 512 words"
+
+
+def test_a_process_knows_its_age():
+    here, begun = case.age(), time.perf_counter()
+    child = [sys.executable, "-c", "import time; time.sleep(1); from benchmarks.case import age; print(age())"]
+    young = float(subprocess.run(child, capture_output=True, text=True, check=True).stdout)
+    assert 1 <= young <= time.perf_counter() - begun + 0.05
+    assert case.age() - here == pytest.approx(time.perf_counter() - begun, abs=0.05)
 
 
 def test_options_reach_megaspans_configuration(tmp_path: Path):

@@ -172,9 +172,10 @@ def test_tiny_runs_both_systems_on_the_cpu(tmp_path: Path, capsys: pytest.Captur
     pytest.importorskip("trl")
     out = tmp_path / "out.json"
     assert compare.main(["--tiny", "--peers", "trl-default", "--json", str(out)]) == 0
-    table = capsys.readouterr().out
+    table, told = capsys.readouterr()
     assert "trl-default" in table
     assert "x time" in table
+    assert told.count("  step 2: ") == 2, "a line as each step comes, of both systems"
     written: dict[str, Any] = json.loads(out.read_text())
     assert [case["name"] for case in written["cases"]] == ["trl-default", "megaspan"]
     for case in written["cases"]:
@@ -182,6 +183,8 @@ def test_tiny_runs_both_systems_on_the_cpu(tmp_path: Path, capsys: pytest.Captur
         assert case["seconds"] > 0
         assert len(case["losses"]) == 2
         assert case["losses"][0] == pytest.approx(6.24, abs=0.5), "log of 512 words"
+        assert all(0 < norm < 100 for norm in case["gradient_norms"])
+        assert 0 < case["seconds_to_import"] < case["seconds_to_training"] < case["wall_seconds"]
     assert written["versions"]["torch"] in sys.modules["torch"].__version__
 
 

@@ -20,7 +20,7 @@ from megaspan.layers.streamed import Streaming
 from megaspan.layers.tape import most_bytes, most_waiting
 from megaspan.memory.disk import DiskTier
 from megaspan.plan.keep import PLACES, KeepPolicy, LayerKeep
-from tests.memory.latedisk import LateDisk
+from tests.memory.latedisk import LateDisk, empties
 from tests.models import assert_same_gradients, batch, gradients, tiny
 
 LAYERS = 5
@@ -85,7 +85,7 @@ def test_every_placement_and_segment_gives_the_same_bits(plain, everything_here,
         (want_loss, want), (loss, got) = everything_here(tile, heads, tokens), step(there, batch(tokens, seed=tokens))
         assert torch.equal(loss, want_loss)
         assert all(torch.equal(got[name], want[name]) for name in want)
-        assert disk.stats().used == 0
+        assert empties(disk)
     stats = streaming.stats()
     again = sum(layer.output is None for layer in policy.layers)
     # An output that a segment's second run computes serves the backward too: never a third time.
@@ -196,7 +196,7 @@ def test_rows_on_disk_whose_backwards_come_in_any_order(plain, disk):
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
     gc.collect()
     step(there, batch(20))
-    assert disk.stats().used == 0
+    assert empties(disk)
     streaming.remove()
 
 
@@ -228,12 +228,12 @@ def test_a_disk_that_is_full_in_the_middle_of_a_step(plain, tmp_path, monkeypatc
         steps()
     monkeypatch.setattr(os, "pwritev", real)
     streaming.discard()
-    assert disk.stats().used == 0
+    assert empties(disk)
     assert streaming._stores.used == sum(store.staged_bytes for store in streaming._stores.all)
     loss, got = step(there, batch(33))
     assert torch.equal(loss, want[0])
     assert all(torch.equal(got[name], want[1][name]) for name in got)
-    assert disk.stats().used == 0
+    assert empties(disk)
     del held
     streaming.remove()
     disk.close()

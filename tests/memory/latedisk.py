@@ -7,11 +7,14 @@ out, which threads that are done in a microsecond would never do.
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError, Future
 from typing import Any
 
 import torch
+
+from megaspan.memory.disk import DiskTier
 
 
 class Late(Future):
@@ -121,3 +124,11 @@ class LateDisk:
 
     def close(self) -> None:
         self.discard()
+
+
+def empties(tier: DiskTier, seconds: float = 20.0) -> bool:
+    """Whether nothing is left on the disk, soon: a place whose write waits in line is freed by the thread that comes to it."""
+    limit = time.monotonic() + seconds
+    while tier.stats().used and time.monotonic() < limit:
+        time.sleep(0.005)
+    return not tier.stats().used
