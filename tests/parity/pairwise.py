@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 Case = dict[str, Any]
@@ -19,19 +19,29 @@ def cross(factors: Mapping[str, Sequence[Any]]) -> list[Case]:
     return [dict(zip(factors, values, strict=True)) for values in itertools.product(*factors.values())]
 
 
-def pairwise(factors: Mapping[str, Sequence[Any]], seed: int = 0) -> list[Case]:
-    """Combinations that hold every pair of values of every two settings; the same ones for the same seed."""
+def pairwise(
+    factors: Mapping[str, Sequence[Any]], seed: int = 0, possible: Callable[[Case], bool] = lambda case: True
+) -> list[Case]:
+    """Combinations that hold every pair of values of every two settings; the same ones for the same seed.
+
+    Args:
+        factors: the values of each setting.
+        seed: of the order in which pairs are taken up.
+        possible: whether a case, or a part of one, can be. What it refuses of a pair is left out; every other pair must have a
+            case.
+    """
     generator = random.Random(seed)
     names = list(factors)
     open_pairs = {
         frozenset([(a, x), (b, y)]) for a, b in itertools.combinations(names, 2) for x in factors[a] for y in factors[b]
     }
+    open_pairs = {pair for pair in open_pairs if possible(dict(pair))}
     table = []
     while open_pairs:
         first = generator.choice(sorted(map(sorted, open_pairs), key=repr))
         case: Case = dict(first)
         for name in sorted((name for name in names if name not in case), key=lambda name: -len(factors[name])):
-            values = list(factors[name])
+            values = [value for value in factors[name] if possible(case | {name: value})]
             generator.shuffle(values)
             case[name] = max(values, key=lambda value: sum(_pair(name, value, item) in open_pairs for item in case.items()))
         open_pairs -= {frozenset(pair) for pair in itertools.combinations(case.items(), 2)}

@@ -1,47 +1,95 @@
-"""P1 over several ranks: loss, sums and every gradient of a window are those of plain transformers in one process.
+"""P1, P2 and P3 over several ranks: loss, sums and every gradient of a window are those of plain transformers in one process,
+however ranks share its rows, tokens and heads; one label sees what it should and nothing else.
 
-A table of all pairs of settings, all cases of a number of ranks in one process group. What runs, and against what, is in
-`ranks.py`. `docs/many-gpus.md` names the masks and meshes that run here.
+A table of all pairs of settings for 1, 2, 3, 4 and 8 ranks, all cases of a number of ranks in one process group. The cases are
+those of `cases.py`; what runs, and against what, is in `ranks.py`. `docs/many-gpus.md` names the masks and meshes that run here.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 
 from megaspan.attention.context import RowContext
 from megaspan.attention.gather import Gather
+from megaspan.attention.layout import lay_out
 from megaspan.layers.balance import Balance
 from megaspan.trainer.share import Share, trained_tokens
 from tests.gloo import run_ranks
-from tests.parity import ranks
+from tests.parity import cases as the_cases
+from tests.parity.cases import EIGHT, FACTORS, FOUR, ONE, THREE, TWO, UNEVEN, Sizes, dealt, possible, window_of
 from tests.parity.pairwise import Case, cross, pairwise
-from tests.parity.ranks import EIGHT, FACTORS, FOUR, TWO, check, check_masters, failure, window_of
+from tests.parity.ranks import check, check_alone, check_masters
 
-# What two ranks have shown of layers that work token by token, and of caps, need not be shown on every mesh of four.
-FEWER = {"family": ("llama tied", "gemma3", "gpt_oss", "qwen3_moe"), "rows": ("prime", "short", "packed", "singles")}
+# What one and two ranks have shown of layers that work token by token, and of caps, need not be shown on every mesh.
+FEWER = {"family": ("llama tied", "gemma3", "gpt_oss", "qwen3_moe")}
+CUT = {"rows": ("plain", "lengths", "packed", "edges")}
+LEAST = {"rows": ("lengths", "packed", "edges", "singles"), "path": ("streamed", "segments"), "trains": ("all", "lora")}
 PLAIN: Case = {
-    "family": "qwen3", "rows": "plain", "labels": "all", "path": "streamed", "window": "two", "trains": "all"
+    "family": "qwen3", "heads": (4, 2), "rows": "plain", "labels": "all", "path": "streamed", "window": "two", "trains": "all"
 }  # fmt: skip
-TABLES: dict[int, list[Case]] = {
-    2: pairwise({"mesh": TWO} | FACTORS),
-    4: pairwise({"mesh": FOUR} | FACTORS | FEWER),
+MESHES: dict[int, tuple[Sizes, ...]] = {1: ONE, 2: TWO, 3: THREE, 4: FOUR, 8: EIGHT}
+PAIRS: dict[int, list[Case]] = {
+    1: pairwise({"mesh": ONE} | FACTORS | FEWER | CUT, 0, possible),
+    2: pairwise({"mesh": TWO} | FACTORS, 0, possible),
+    3: pairwise({"mesh": THREE} | FACTORS | FEWER | CUT, 0, possible),
+    4: pairwise({"mesh": FOUR} | FACTORS | FEWER | CUT, 0, possible),
+    8: pairwise({"mesh": EIGHT[:5]} | FACTORS | FEWER | LEAST, 0, possible),
 }
 
 
+def seen(meshes: Sequence[Sizes]) -> list[Case]:
+    """P2 on every mesh: one label, in layers of which all have a window, or of which some see all."""
+    kinds = [{"family": "mistral", "rows": "plain"}, {"family": "gpt_oss", "rows": "edges", "path": "segments"}]
+    kinds += [{"family": "mistral", "rows": "packed", "path": "segments"}, {"family": "qwen3", "rows": "packed"}]
+    found = []
+    for number, mesh in enumerate(meshes):
+        case = PLAIN | {"mesh": mesh, "labels": "one", "window": "one"} | kinds[number % len(kinds)]
+        found.append(case | {"heads": next(heads for heads in FACTORS["heads"] if possible(case | {"heads": heads}))})
+    return found
+
+
+def all_lengths(mesh: Sizes) -> Case:
+    """Rows of 1 to 17 tokens in one window."""
+    case = PLAIN | {"mesh": mesh, "family": "gemma3", "rows": "1 to 17", "window": "one"}
+    return case | {"heads": next(heads for heads in FACTORS["heads"] if possible(case | {"heads": heads}))}
+
+
+def long(meshes: Sequence[Sizes]) -> list[Case]:
+    """Rows of 698 tokens and of primes, with 64, 5 and 1 labels and none."""
+    kinds = [{"path": "segments"}, {"family": "gemma3", "path": "back", "trains": "lora"}, {"family": "gpt_oss"}]
+    found = []
+    for number, mesh in enumerate(meshes):
+        case = PLAIN | {"mesh": mesh, "rows": "long", "labels": "uneven", "window": "one"} | kinds[number % len(kinds)]
+        found.append(case | {"heads": next(heads for heads in FACTORS["heads"] if possible(case | {"heads": heads}))})
+    return found
+
+
+TABLES: dict[int, list[Case]] = {
+    1: [*PAIRS[1], *seen(ONE), all_lengths(ONE[0]), *long(ONE)],
+    2: [*PAIRS[2], *seen(TWO), all_lengths(TWO[1])],
+    3: [*PAIRS[3], *seen(THREE), all_lengths(THREE[1]), *long(THREE)],
+    4: [*PAIRS[4], *seen(FOUR), all_lengths(FOUR[2]), *long(FOUR)],
+    8: [*PAIRS[8], *seen(EIGHT[:5]), all_lengths(EIGHT[2]), *long(EIGHT[:3])],
+}
+SECONDS = 300  # that a rank may wait for another on a machine that does something else too
+
+
 def masters(meshes: Any) -> list[Case]:
-    return [PLAIN | {"mesh": mesh, "rows": "prime", "path": "segments"} for mesh in meshes]
+    return [PLAIN | {"mesh": mesh, "rows": "packed", "path": "segments"} for mesh in meshes]
 
 
 def nothing_trained(rank: int, world: int) -> None:
     """A window without a label anywhere: every rank runs its rows, and no gradient is anything but zero."""
     case = PLAIN | {"mesh": TWO[0] if world == 2 else FOUR[3], "labels": "none in one", "window": "one"}
-    with patch.dict(ranks.ROWS, {"plain": ((1,) * 13, (9,))}):
+    with patch.dict(the_cases.ROWS, {"plain": ((1,) * 13, (9,))}):
         assert sum(trained_tokens(row) for row in window_of(case)[0]) == 0
         check(rank, world, [case])
 
@@ -102,6 +150,13 @@ def seeds_of_forwards() -> Any:
         yield
 
 
+@contextmanager
+def documents_joined() -> Any:
+    """Documents of a packed row see each other (R25)."""
+    with patch.object(Share, "stretches", staticmethod(lambda row: (len(row.input_ids),))):
+        yield
+
+
 FAULTS = (
     (local_positions, {"mesh": TWO[1]}),
     (local_positions, {"mesh": TWO[2], "family": "gemma3", "path": "whole"}),
@@ -112,6 +167,7 @@ FAULTS = (
     (means_over_ranks, {"mesh": TWO[2]}),
     (balanced_alone, {"mesh": TWO[1], "family": "qwen3_moe"}),
     (seeds_of_forwards, {"mesh": TWO[0], "trains": "lora"}),
+    (documents_joined, {"mesh": TWO[2], "rows": "packed", "labels": "one"}),
 )
 
 
@@ -119,29 +175,80 @@ def faults_are_noticed(rank: int, world: int) -> None:
     for fault, changes in FAULTS:
         with ExitStack() as broken:
             broken.enter_context(fault())
-            assert failure(PLAIN | changes, rank) is not None, f"{fault.__name__} passes, {changes}"
+            assert check_alone(PLAIN | changes, rank) is not None, f"{fault.__name__} passes, {changes}"
 
 
-def test_two_ranks() -> None:
-    run_ranks(2, [(check, (TABLES[2],)), (check_masters, (masters(TWO),)), (nothing_trained, ()), (faults_are_noticed, ())])
+MORE: dict[int, list[Any]] = {
+    2: [(check_masters, (masters(TWO),)), (nothing_trained, ()), (faults_are_noticed, ())],
+    4: [(check_masters, (masters(FOUR[2:4]),)), (nothing_trained, ())],
+}
 
 
-def test_four_ranks() -> None:
-    run_ranks(4, [(check, (TABLES[4],)), (check_masters, (masters(FOUR[2:4]),)), (nothing_trained, ())])
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("world", TABLES)
+def test_every_pair_of_settings(world: int) -> None:
+    run_ranks(world, [(check, (TABLES[world],)), *MORE.get(world, [])], seconds=SECONDS)
+
+
+def test_tables_are_of_the_size_they_should_have() -> None:
+    assert sum(len(table) for table in TABLES.values()) <= 250
+    assert len(TABLES[8]) <= 40
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 8])
+def test_tables_hold_every_length_label_count_and_edge(world: int) -> None:
+    windows = [(case, window_of(case)[0]) for case in TABLES[world]]
+    rows = [row for _, window in windows for row in window]
+    assert {len(row.input_ids) for row in rows} >= set(range(1, 18))
+    assert {trained_tokens(row) for case, window in windows if case["labels"] == "uneven" for row in window} >= set(UNEVEN)
+    found: set[str] = set()
+    for case, window in windows:
+        for row in window:
+            found |= _where_documents_lie(row.document_lengths, *case["mesh"][2:])
+    assert found == {"one token", "shorter than a chunk", "over an edge", "exactly at an edge", "on an edge"}
+
+
+def _where_documents_lie(lengths: Sequence[int], cp: int, sp: int) -> set[str]:
+    """How documents lie to the edges of ranks' tokens: of shards, and of their parts."""
+    layout, found = lay_out(lengths, cp, sp_size=sp), set()
+    document = np.repeat(np.arange(len(lengths)), lengths)
+    last = np.cumsum(lengths) - 1
+    if cp * sp == 1 or len(lengths) == 1:
+        return set()
+    parts = [layout.token_index(rank)[layout.part(place)] for rank in range(cp) for place in range(sp)]
+    owner = np.zeros(sum(lengths), int)
+    for number, part in enumerate(parts):
+        owner[part[part >= 0]] = number
+    for number in range(len(lengths)):
+        over = len(set(owner[document == number].tolist())) > 1
+        found |= {"over an edge"} if over else set()
+        found |= {"one token"} if lengths[number] == 1 else set()
+        found |= {"shorter than a chunk"} if lengths[number] < sum(lengths) / (2 * cp * sp) else set()
+    for part in parts:
+        tokens = part[part >= 0]
+        if len(tokens):
+            ends = tokens[-1] in last
+            found |= {"exactly at an edge"} if ends and not set(document[tokens]) & set(document[owner != owner[tokens[0]]]) else set()
+            found |= {"on an edge"} if ends else set()
+    return found
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("meshes", [TWO, FOUR, EIGHT], ids=["2", "4", "8"])
-def test_other_tables(meshes: Any) -> None:
-    """Two more tables of all pairs."""
-    for seed in (1, 2):
-        run_ranks(
-            math.prod(meshes[0]), [(check, (pairwise({"mesh": meshes} | FACTORS, seed),)), (check_masters, (masters(meshes),))]
-        )
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("world", MESHES)
+def test_other_tables(world: int, seed: int) -> None:
+    """Two more tables of all pairs of all settings."""
+    table = pairwise({"mesh": MESHES[world]} | FACTORS, seed, possible)
+    more = [(check_masters, (masters(MESHES[world]),))] if world > 1 else []
+    run_ranks(world, [(check, (table,)), *more], seconds=SECONDS)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("mesh", [*TWO, *FOUR], ids=str)
-def test_every_family_on_every_kind_of_row_and_layer(mesh: Any) -> None:
-    crossed = cross({"mesh": (mesh,)} | {name: FACTORS[name] for name in ("family", "rows", "path")})
-    run_ranks(math.prod(mesh), [(check, ([PLAIN | case for case in crossed],))])
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("path", FACTORS["path"])
+@pytest.mark.parametrize("world", MESHES)
+def test_every_family_on_every_kind_of_row_and_layer(world: int, path: str) -> None:
+    crossed = cross({"path": (path,)} | {name: FACTORS[name] for name in ("family", "rows")})
+    others = {"mesh": MESHES[world]} | {name: values for name, values in FACTORS.items() if name not in crossed[0]}
+    run_ranks(world, [(check, (dealt(crossed, others),))], seconds=SECONDS)
