@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import copy
+import dataclasses
 import os
+from pathlib import Path
 
 import pytest
-from accelerate.commands.launch import launch_command_parser
+import yaml
+from accelerate.commands.config.config_args import ClusterConfig
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env
 
 from megaspan import world
 from megaspan.config import SFTConfig
 from megaspan.human import UserError, UserErrors
 from megaspan.world import launchfile
+from megaspan.world.dropped import SECTIONS, UNUSED, launch_file
 from megaspan.world.launchfile import KEYS, READ_AS_NUMBERS_OR_NAMES
 
 # What accelerate 1.15 sets for the FSDP2 file of TRL, with cp_size 8.
@@ -132,3 +138,151 @@ def test_the_defaults_of_the_installed_accelerate_pass():
     given = arguments("--use_fsdp", "--fsdp_version", "2", "--mixed_precision", "no", "--dynamo_backend", "no")
     environ = prepare_multi_gpu_env(given)
     world.refuse_launch({name: value for name, value in environ.items() if value != os.environ.get(name)})
+
+
+GUIDE = {
+    "compute_environment": "LOCAL_MACHINE", "debug": False, "distributed_type": "FSDP", "downcast_bf16": "no",
+    "enable_cpu_affinity": False, "machine_rank": 0, "main_process_port": 0, "main_training_function": "main",
+    "mixed_precision": "bf16", "num_machines": 1, "num_processes": 8, "rdzv_backend": "static", "same_network": True,
+    "tpu_env": [], "tpu_use_cluster": False, "tpu_use_sudo": False, "use_cpu": False,
+    "fsdp_config": {
+        "fsdp_activation_checkpointing": False, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_cpu_ram_efficient_loading": True, "fsdp_offload_params": False, "fsdp_reshard_after_forward": True,
+        "fsdp_state_dict_type": "FULL_STATE_DICT", "fsdp_version": 2,
+    },
+    "parallelism_config": {
+        "parallelism_config_dp_replicate_size": 1, "parallelism_config_dp_shard_size": 1, "parallelism_config_tp_size": 1,
+        "parallelism_config_cp_size": 8, "parallelism_config_cp_comm_strategy": "allgather",
+    },
+}  # fmt: skip
+# Every key of such a file with another value than the guide's, and what becomes of it.
+FOLLOWED = [
+    ("mixed_precision", "bf16", lambda environ: world.launch_precision(environ) == "bf16"),
+    ("mixed_precision", "no", lambda environ: world.launch_precision(environ) == "no"),
+    ("mixed_precision", None, lambda environ: world.launch_precision(environ) == "no"),  # the same: a "no" says nothing
+    ("gpu_ids", "2,3", lambda environ: environ["CUDA_VISIBLE_DEVICES"] == "2,3"),
+    ("fsdp_transformer_layer_cls_to_wrap", "Layer", lambda environ: environ["FSDP_TRANSFORMER_CLS_TO_WRAP"] == "Layer"),
+    ("fsdp_state_dict_type", "SHARDED_STATE_DICT", lambda environ: True),  # checkpoints are, the final model is whole
+    ("fsdp_activation_checkpointing", True, lambda environ: environ["FSDP_ACTIVATION_CHECKPOINTING"] == "true"),
+    ("parallelism_config_cp_size", 2, lambda environ: launchfile.sizes(environ)["cp_size"] == 2),
+    ("parallelism_config_sp_size", 2, lambda environ: launchfile.sizes(environ)["sp_size"] == 2),
+    ("parallelism_config_dp_shard_size", 2, lambda environ: launchfile.sizes(environ)["dp_shard_size"] == 2),
+    ("parallelism_config_dp_replicate_size", 2, lambda environ: launchfile.sizes(environ)["dp_replicate_size"] == 2),
+]
+REFUSED = [
+    ("mixed_precision", "fp16"), ("debug", True), ("dynamo_backend", "INDUCTOR"),
+    ("dynamo_mode", "max-autotune"), ("dynamo_use_fullgraph", True), ("dynamo_use_dynamic", True),
+    ("dynamo_use_regional_compilation", True), ("fsdp_version", 1), ("fsdp_reshard_after_forward", False),
+    ("fsdp_auto_wrap_policy", "SIZE_BASED_WRAP"), ("fsdp_min_num_params", 7), ("fsdp_offload_params", True),
+    ("fsdp_sharding_strategy", "HYBRID_SHARD"), ("fsdp_backward_prefetch", "BACKWARD_POST"), ("fsdp_forward_prefetch", True),
+    ("fsdp_state_dict_type", "LOCAL_STATE_DICT"), ("fsdp_use_orig_params", False), ("fsdp_cpu_ram_efficient_loading", False),
+    ("fsdp_ignored_modules", "lm_head"), ("parallelism_config_tp_size", 2), ("parallelism_config_cp_backend", "other"),
+    ("parallelism_config_cp_comm_strategy", "alltoall"), ("parallelism_config_sp_backend", "other"),
+    ("parallelism_config_sp_seq_length", 512), ("parallelism_config_sp_seq_length_is_variable", False),
+    ("parallelism_config_sp_attn_implementation", "eager"),
+]  # fmt: skip
+
+
+def section_of(key: str) -> str | None:
+    sections = {"fsdp": "fsdp_config", "parallelism": "parallelism_config", "dynamo": "dynamo_config"}
+    return sections.get(key.partition("_")[0])
+
+
+def launched_with(folder: Path, key: str, value: object) -> dict[str, str]:
+    """What the installed accelerate sets for the guide's file with one other value: its own code is run."""
+    file = copy.deepcopy(GUIDE)
+    section = section_of(key)
+    place = file if section is None else file.setdefault(section, {})
+    if value is None:
+        del place[key]
+    else:
+        place[key] = value
+    if key.startswith("parallelism_config_sp_"):  # read beside such a size alone
+        place |= {"parallelism_config_cp_size": 1, "parallelism_config_sp_size": place.get("parallelism_config_sp_size", 8)}
+    (folder / "file.yaml").write_text(yaml.safe_dump(file))
+    given = launch_command_parser().parse_args(["--config_file", str(folder / "file.yaml"), "script.py"])
+    environ = prepare_multi_gpu_env(_validate_launch_command(given)[0])
+    return {name: value for name, value in environ.items() if value != os.environ.get(name)}
+
+
+@pytest.mark.parametrize(("key", "value", "follows"), FOLLOWED, ids=[f"{key}={value}" for key, value, _ in FOLLOWED])
+def test_a_key_of_the_file_is_followed(tmp_path, key, value, follows):
+    environ = launched_with(tmp_path, key, value)
+    world.refuse_launch(environ)
+    assert follows(environ)
+
+
+@pytest.mark.parametrize(("key", "value"), REFUSED, ids=[f"{key}={value}" for key, value in REFUSED])
+def test_a_key_of_the_file_is_refused_by_its_name(tmp_path, key, value):
+    with pytest.raises(UserErrors) as caught:
+        world.refuse_launch(launched_with(tmp_path, key, value))
+    (error,) = caught.value.errors
+    assert (key if key != "fsdp_version" else "asks for FSDP1") in str(error)
+
+
+def test_every_key_has_another_value_in_the_table():
+    """Keys of the file that its launcher uses up, and those that are refused before a rank exists, are all that is left."""
+    tried = {key for key, *_ in FOLLOWED} | {key for key, _ in REFUSED}
+    by_the_launcher = {
+        "compute_environment", "distributed_type", "enable_cpu_affinity", "use_parallelism_config",
+        "use_cpu", "gradient_accumulation_steps",
+        "gradient_clipping", "fsdp_sync_module_states", "fsdp_activation_checkpointing_offload",
+    }  # fmt: skip
+    assert set(launchfile.NAMES) - tried == by_the_launcher
+
+
+def parent_with(proc: Path, said: object, *words: str) -> int:
+    """A made-up /proc with the process that started this one."""
+    place = proc / "7"
+    place.mkdir(parents=True)
+    (place / "cwd").symlink_to(proc)
+    (place / "cmdline").write_text("\0".join([*words, ""]))
+    (proc / "my.yaml").write_text(yaml.safe_dump(said))
+    return 7
+
+
+@pytest.mark.parametrize(
+    ("words", "seen"),
+    [
+        (["python", "-m", "accelerate.commands.launch", "--config_file", "my.yaml", "script.py"], True),
+        (["python", "/bin/accelerate", "launch", "--config_file=my.yaml", "script.py"], True),
+        (["python", "/bin/accelerate", "launch", "script.py", "--config_file", "my.yaml"], False),  # the script's own
+        (["torchrun", "--config_file", "my.yaml", "script.py"], False),
+        (["python", "/bin/accelerate", "launch", "--config_file", "absent.yaml", "script.py"], False),
+    ],
+)
+def test_the_file_of_the_launcher_is_found(tmp_path, words, seen):
+    parent = parent_with(tmp_path, {"use_cpu": True}, *words)
+    assert launch_file(parent, tmp_path) == ({"use_cpu": True} if seen else {})
+
+
+def test_what_accelerate_drops_is_refused_by_its_name(monkeypatch):
+    """accelerate says nothing of a misspelt key of a section: the weights stay where they were."""
+    said = {
+        "use_cpu": True, "downcast_bf16": "yes", "enable_cpu_affinity": True, "megatron_lm_config": {},
+        "deepspeed_config": {"zero_stage": 3}, "main_training_function": "main",
+        "fsdp_config": {"fsdp_ofload_params": True, "version": 2}, "parallelism_config": {"parallelism_config_cp_size": 8},
+    }  # fmt: skip
+    monkeypatch.setattr(launchfile, "launch_file", lambda: said)
+    with pytest.raises(UserErrors) as caught:
+        world.refuse_launch(FSDP2)
+    first, second, third, fourth = map(str, caught.value.errors)
+    assert "fsdp_config has the key fsdp_ofload_params, which accelerate drops" in first
+    assert first.endswith("Did you mean fsdp_offload_params?")
+    assert "deepspeed_config: megaspan does not use DeepSpeed" in second
+    assert "enable_cpu_affinity: processes are not pinned" in third
+    assert "downcast_bf16: there is nothing here for TPUs" in fourth
+    assert launchfile.wants_cpu(FSDP2)
+    assert not launchfile.wants_cpu({})
+    monkeypatch.setattr(launchfile, "launch_file", lambda: GUIDE)
+    world.refuse_launch(FSDP2)
+    assert not launchfile.wants_cpu(FSDP2)
+
+
+def test_every_key_of_the_installed_accelerate_is_read_by_its_launcher_or_decided():
+    used_up = {
+        "gpu_ids", "num_processes", "machine_rank", "num_machines", "main_process_ip", "main_process_port", "rdzv_backend",
+        "same_network",
+    }  # fmt: skip
+    keys = {field.name for field in dataclasses.fields(ClusterConfig)}
+    assert keys <= used_up | set(launchfile.NAMES) | set(SECTIONS) | set(UNUSED)

@@ -94,11 +94,13 @@ def test_a_script_under_accelerate_launch(tmp_path):
 
 def test_a_file_for_fsdp1_is_refused_once_with_the_lines_to_paste(tmp_path):
     """Both ranks refuse it, and one says so: a sentence, no traceback of a rank, exit code 2."""
-    (tmp_path / "fsdp1.yaml").write_text(FSDP2.replace("fsdp_version: 2", "fsdp_version: 1"))
+    (tmp_path / "fsdp1.yaml").write_text(FSDP2.replace("fsdp_version: 2", "fsdp_version: 1\n  fsdp_ofload_params: true"))
     done = run("accelerate.commands.launch", "--config_file", str(tmp_path / "fsdp1.yaml"), str(TOY), "none")
     assert done.returncode != 0
     assert own_lines(done.stderr) == [
-        "megaspan: the launch file asks for FSDP1, which megaspan does not use. Write in its place:"
+        "megaspan: the launch file asks for FSDP1, which megaspan does not use. Write in its place:",
+        "megaspan: the launch file's fsdp_config has the key fsdp_ofload_params, which accelerate drops without a word; got True. "
+        "Did you mean fsdp_offload_params?",
     ]
     assert "\n  fsdp_version: 2\n" in done.stderr
     assert "UserErrors" not in done.stderr

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from megaspan.config.parallel import AXES
 from megaspan.human import UserError, UserErrors
+from megaspan.world.dropped import dropped, launch_file
 from megaspan.world.launched import launch
 
 if TYPE_CHECKING:
@@ -96,6 +97,11 @@ KEYS: tuple[Key, ...] = (
     Key(PREFIX + "SP_ATTN_IMPLEMENTATION", "parallelism_config_sp_attn_implementation", ("sdpa",), "megaspan chooses the "
         "fastest exact kernel"),
 )  # fmt: skip
+NAMES = (
+    *(key.name for key in KEYS),
+    *(f"parallelism_config_{axis}_size" for axis in AXES),
+    "fsdp_transformer_layer_cls_to_wrap",
+)
 READ_AS_NUMBERS_OR_NAMES = (*(f"{PREFIX}{axis.upper()}_SIZE" for axis in AXES), "FSDP_TRANSFORMER_CLS_TO_WRAP")
 
 
@@ -119,6 +125,8 @@ def _refused(environ: Mapping[str, str]) -> Iterator[UserError]:
     for axis, text in _size_texts(environ):
         if not text.isdecimal() or int(text) < 1:
             yield UserError(f"the launch file's parallelism_config_{axis}_size must be a whole number of at least 1", got=text)
+    if launch(environ).by == "accelerate launch":
+        yield from dropped(launch_file(), set(NAMES), list(NAMES))
     known = {key.variable for key in KEYS} | set(READ_AS_NUMBERS_OR_NAMES)
     for variable in environ:
         if variable.startswith(FAMILIES) and variable not in known:
@@ -180,7 +188,7 @@ def refuse_contradictions(config: SFTConfig, environ: Mapping[str, str] = os.env
         said.append(("gradient_checkpointing_kwargs: offload", True, False))
     if environ.get("ACCELERATE_MIXED_PRECISION") == "bf16" and config.bf16 is False:
         said.append(("bf16", True, False))
-    if _true(environ, "ACCELERATE_USE_CPU") and "use_cpu" in config.model_fields_set and not config.use_cpu:
+    if wants_cpu(environ) and "use_cpu" in config.model_fields_set and not config.use_cpu:
         said.append(("use_cpu", True, False))
     if said:
         raise UserErrors(
@@ -205,8 +213,10 @@ def launch_precision(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 def wants_cpu(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether accelerate's file or flags say to run on the CPU."""
-    return _true(environ, "ACCELERATE_USE_CPU")
+    """Whether accelerate's file or flags say to run on the CPU. Beside FSDP accelerate reads it and hands it on to nobody."""
+    return _true(environ, "ACCELERATE_USE_CPU") or (
+        launch(environ).by == "accelerate launch" and launch_file().get("use_cpu") is True
+    )
 
 
 def refuse_wrapped(layers: Sequence[str], environ: Mapping[str, str] = os.environ) -> None:
