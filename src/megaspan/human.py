@@ -111,11 +111,16 @@ def format_tokens(tokens: int) -> str:
     return f"{tokens:,}"
 
 
+def count_of(count: int, noun: str) -> str:
+    """`1 layer`, `36 layers`, `1,048,576 tokens`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def format_bytes(size: float) -> str:
-    """Bytes in binary units, three digits: `38.0 GiB`."""
+    """Bytes in binary units: `38.0 GiB`; a TiB with two decimals, since a tenth of it is 102 GiB."""
     for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if abs(size) >= unit:
-            return f"{size / unit:.1f} {name}"
+            return f"{size / unit:.{2 if 2**40 <= abs(size) < 100 * 2**40 else 1}f} {name}"
     return f"{size:.0f} B"
 
 

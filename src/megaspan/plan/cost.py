@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from megaspan.human import format_tokens
+from megaspan.human import count_of, format_tokens
 from megaspan.plan.facts import ModelFacts
 from megaspan.plan.keep import KeepPolicy, Place
 from megaspan.plan.layer import LayerBytes, layer_bytes, whole_layer_parts
@@ -252,7 +252,7 @@ def _backward(step: Step, policy: KeepPolicy, index: int, phase: Phase) -> list[
     parts += _stored(step, policy, segment, index + 1)
     inputs, outputs = step.fetched(phase, policy, index)
     ahead = "of two tiles" if s.stream_back else "of this layer, and of the one below"
-    parts.append(Part("inputs and outputs fetched", inputs + outputs, s.place, f"{ahead}; x is t x E, O t x Q"))
+    parts.append(Part("inputs and outputs fetched", inputs + outputs, s.place, f"{ahead}; an input is t x E, an output t x Q"))
     return [*parts, *phase.parts]
 
 
@@ -268,11 +268,18 @@ def _kept(step: Step, policy: KeepPolicy, layers: int, gone: int | None = None) 
     if gone is not None and policy.layers[gone].output == "device":
         outputs -= 1
     return [
-        Part("layer inputs kept", inputs * step.input, place, f"{inputs} layers x t x E x {s.compute_bytes} B"),
+        Part("layer inputs kept", inputs * step.input, place, f"{_layers(inputs)} x t x E x {s.compute_bytes} B"),
         Part(
-            "attention outputs kept", outputs * step.output, place, f"{outputs} layers x t x (Q x {s.compute_bytes} + H x 4) B"
+            "attention outputs kept",
+            outputs * step.output,
+            place,
+            f"{_layers(outputs)} x t x (Q x {s.compute_bytes} + H x 4) B",
         ),
     ]
+
+
+def _layers(count: int) -> str:
+    return count_of(count, "layer")
 
 
 def _stored(step: Step, policy: KeepPolicy, segment: range, stop: int) -> list[Part]:
@@ -325,9 +332,12 @@ def waiting_parts(facts: ModelFacts, s: Settings) -> tuple[Part, ...]:
             wide = f"({facts.query_width:,} x {s.compute_bytes} + {facts.heads} x 4) B"
             parts += [
                 Part(
-                    f"layer inputs{where}", inputs * x, place, f"{inputs} layers x {row} {facts.hidden:,} x {s.compute_bytes} B"
+                    f"layer inputs{where}",
+                    inputs * x,
+                    place,
+                    f"{_layers(inputs)} x {row} {facts.hidden:,} x {s.compute_bytes} B",
                 ),
-                Part(f"attention outputs{where}", outputs * out, place, f"{outputs} layers x {row} {wide}"),
+                Part(f"attention outputs{where}", outputs * out, place, f"{_layers(outputs)} x {row} {wide}"),
             ]
         held = list(held_bytes(policy, x, out, "host", attends_on(s)))
         formula = "more than all of the above, when a segment has run again and those above it are gone"

@@ -54,7 +54,7 @@ class Turn:
 def turns(facts: ModelFacts, s: Settings) -> tuple[Turn, ...]:
     """Every lever, with what it saves now (when on) or would save (when off), the least costly first."""
     pure = not s.masters and s.compute_bytes == 2
-    again = "a second forward, attention left out" if s.streamed else "a second forward"
+    again = "a second forward (without attention)" if s.streamed else "a second forward"
     everything = {"checkpoint": False, "offload": False}
     table: list[tuple[str, bool, dict[str, Any], dict[str, Any], str, str]] = [
         ("checkpointing", s.checkpoint, {"checkpoint": True}, everything, "gradient_checkpointing: true", again),
@@ -72,27 +72,34 @@ def turns(facts: ModelFacts, s: Settings) -> tuple[Turn, ...]:
     if not s.adapter:
         half = {"compute_bytes": 2, "masters": False}
         full = {"compute_bytes": 2 if s.gpu else 4, "masters": s.gpu}
-        table.append(("bf16 weights", pure, half, full, "dtype: bfloat16", "updates are rounded to bf16"))
+        table.append(("bf16 weights", pure, half, full, "dtype: bfloat16", "rounding of updates"))
         if s.gpu:
             away = {"states": replace(s.states, moments="host")}
             here = {"states": replace(s.states, moments="device")}
             on = s.states.moments == "host"
             table.append(("optimizer on the host", on, away, here, "offload_optimizer: true", "copies once a step"))
         small: dict[str, Any] = {"eight_bit": True}
-        table.append(("8-bit AdamW", s.eight_bit, small, {"eight_bit": False}, "optim: adamw_8bit", "moments of 8 bits"))
+        table.append(("8-bit AdamW", s.eight_bit, small, {"eight_bit": False}, "optim: adamw_8bit", "rounding of moments"))
         if s.rows == 1:
             early = {"states": replace(s.states, gradients="update")}
             late = {"states": replace(s.states, gradients="device" if s.states.gradients == "update" else s.states.gradients)}
             on = s.states.gradients == "update"
-            table.append(("update in the backward", on, early, late, "max_grad_norm: 0", "gradients are not clipped"))
+            table.append(("update in the backward", on, early, late, "max_grad_norm: 0", "the clipping of gradients"))
     if s.gpu and not (s.ranks.total == 1 and s.ranks.slots(s.tokens) < 2):
         more = s.ranks.more()
         # Twice the ranks on the same host: what layers keep is halved with the tokens, the process is there twice.
-        table.append((f"{more.total} GPUs", False, {"ranks": more}, {"ranks": s.ranks}, more.flags(), "GPUs"))
+        table.append((f"{more.total} GPUs", False, {"ranks": more}, {"ranks": s.ranks}, more.flags(), "twice the GPUs"))
     rank = 16 * facts.layers * (2 * facts.hidden + facts.query_width + facts.kv_width)
     lora = {"adapter": s.adapter or rank, "adapter_inputs": s.adapter_inputs or 2 * facts.hidden}
     table.append(
-        ("LoRA", bool(s.adapter), lora, {"adapter": 0, "adapter_inputs": 0}, "use_peft: true", "only an adapter is trained")
+        (
+            "LoRA",
+            bool(s.adapter),
+            lora,
+            {"adapter": 0, "adapter_inputs": 0},
+            "use_peft: true",
+            "full training (only an adapter is trained)",
+        )
     )
     return tuple(_turn(facts, s, *row) for row in table)
 

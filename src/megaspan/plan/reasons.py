@@ -126,9 +126,9 @@ def summary(facts: ModelFacts, s: Settings) -> str:
         return f"every layer keeps its input and attention's output {places}: attention runs forward once{also}"
     full = replace(s, keep=KeepPolicy.everything(layers, "host"))
     more = max(0.0, relative_seconds(facts, s) - relative_seconds(facts, full))
-    again = f"takes {format_seconds(more)} at an H200's speed" if s.gpu else "is computed"
+    again = f"takes {format_seconds(more)} on an H200" if s.gpu else "is computed"
     kept = f"{len(policy.segments)} inputs and {policy.outputs} attention outputs of {layers} layers are kept {places}"
-    return f"{kept}: there is no room for more, and the rest, again, {again}{also}"
+    return f"{kept} for want of room; the rest, again, {again}{also}"
 
 
 def keep_rows(facts: ModelFacts, s: Settings) -> list[tuple[str, str, int, str]]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import re
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
 from megaspan.human import format_bytes, format_seconds, format_tokens
-from megaspan.plan.choose import Plan
+from megaspan.plan.choose import ELSEWHERE, Plan
 from megaspan.plan.levers import Lever
 
 
@@ -71,7 +73,7 @@ def lever_sentence(lever: Lever, tokens: int) -> str:
         start = f"; saves from {format_tokens(lever.from_tokens)} tokens on" if lever.from_tokens else ""
         return f"{state}: does nothing at {format_tokens(tokens)} tokens, the peak is elsewhere{start}"
     verb = "saves" if lever.on else "would save"
-    host = f", {format_bytes(lever.host)} of host memory" if lever.host > 0 else ""
+    host = f" and {format_bytes(lever.host)} of host memory" if lever.host > 0 else ""
     return f"{state}: {verb} {format_bytes(lever.saves)}; costs {lever.cost}{host}"
 
 
@@ -84,9 +86,10 @@ def render_plan(plan: Plan, width: int = 128) -> str:
     console = Console(file=out, width=width, highlight=False, markup=False)
 
     def table(title: str, *columns: str) -> Table:
-        made = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
         for column in columns:
             made.add_column(column, justify="right" if column in ("size", "seconds") else "left", overflow="fold")
+        console.print(f"\n{title}", soft_wrap=True)
         return made
 
     model = plan.model
@@ -98,30 +101,35 @@ def render_plan(plan: Plan, width: int = 128) -> str:
     if plan.sizes.total > 1:
         rows = f", {plan.sizes.data} rows at a time" if plan.sizes.data > 1 else ""
         console.print(f"{plan.sizes}; {format_tokens(plan.tokens_per_rank)} tokens of a row on each{rows}", soft_wrap=True)
-    memory = table(f"\nAt the peak ({plan.peak})", "place", "part", "size", "formula")
-    for part in sorted(plan.parts, key=lambda part: ("device", "host", "disk").index(part.place)):
-        memory.add_row(part.place, part.name, format_bytes(part.bytes), part.formula)
+    memory = table(f"At the peak ({plan.peak})", "place", "part", "size", "formula")
+    for place, needed in (("device", plan.device_needed), ("host", plan.host_bytes), ("disk", 0)):
+        parts = [part for part in plan.parts if part.place == place]
+        for part in parts:
+            memory.add_row(place, part.name, format_bytes(part.bytes), part.formula)
+        if needed and len(parts) > 1:
+            memory.add_row(place, "in all", format_bytes(needed), "", end_section=True)
     console.print(memory)
-    moments = table("\nMoments of a step", "moment", "size")
+    console.print(legend(plan, [*(part.formula for part in plan.parts), plan.largest.formula]))
+    moments = table("Moments of a step (tensors alone)", "moment", "size")
     for name, size in plan.moments:
         moments.add_row(name, format_bytes(size))
     console.print(moments)
     if plan.checkpoint:
-        kept = table("\nWhat is kept for the backward, the top layers first", "layers", "what", "size", "why")
+        kept = table("What is kept for the backward, the top layers first", "layers", "what", "size", "why")
         for name, what, size, why in reversed(plan.kept):
             kept.add_row(name, what, format_bytes(size), why)
         console.print(kept)
     largest = plan.largest
     console.print(f"\nLargest single tensor: {largest.name}, {format_bytes(largest.bytes)} = {largest.formula}", soft_wrap=True)
     if plan.seconds.parts:
-        seconds = table("\nSeconds of a step (predicted)", "part", "seconds", "formula")
+        seconds = table("Seconds of a step (predicted)", "part", "seconds", "formula")
         for each in plan.seconds.parts:
-            seconds.add_row(each.name, f"{each.seconds:.2f}", each.formula)
+            seconds.add_row(each.name, f"{each.seconds:.2f}" if each.seconds >= 0.005 else "< 0.01", each.formula)
         console.print(seconds)
         console.print(f"{format_seconds(plan.seconds.total or 0)} a step {plan.seconds.note}", soft_wrap=True)
     else:
         console.print(f"\nSeconds of a step: {plan.seconds.note}", soft_wrap=True)
-    levers = table("\nLevers", "lever", "effect", "to turn on")
+    levers = table("Levers", "lever", "effect", "to turn on")
     for lever in plan.levers:
         levers.add_row(lever.name, lever_sentence(lever, plan.tokens), "" if lever.on else lever.do)
     console.print(levers)
@@ -134,18 +142,41 @@ def render_plan(plan: Plan, width: int = 128) -> str:
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
+def letters(plan: Plan) -> dict[str, tuple[int, str]]:
+    """What the letters of the formulas stand for: a number, and what it is."""
+    model, shared = plan.model, plan.sizes.total > 1
+    return {
+        "t": (plan.tokens_per_rank, "tokens of a row on a rank" if shared else "tokens of the row"),
+        "E": (model.hidden, "hidden size"),
+        "Q": (model.query_width, f"{model.heads} query heads x {model.head_dim}"),
+        "K": (model.kv_width, f"{model.kv_heads} KV heads x {model.head_dim}"),
+        "H": (model.heads, "query heads"),
+        "F": (model.mlp_width, "MLP width"),
+        "V": (model.vocab, "words of the tokenizer"),
+    }
+
+
+def legend(plan: Plan, formulas: Iterable[str]) -> str:
+    """The letters that occur in `formulas` with their values, in a line or two; those that a formula explains are left out."""
+    text = " ".join(formulas)
+    used = {name: told for name, told in letters(plan).items() if re.search(rf"(?<![\w']){name}(?!\w| =)", text)}
+    said = ", ".join(f"{name} = {value:,} ({what})" for name, (value, what) in used.items() if f"{name} = " not in text)
+    pinned = "; pinned memory is locked, which makes copies fast" if any("pinned" in part.name for part in plan.parts) else ""
+    return f"letters: {said}; x and · multiply, B are bytes{pinned}" if said else ""
+
+
 def answer_lines(plan: Plan) -> list[str]:
     """The answer: what is needed of what there is, whether it fits, the longest row, the next lever."""
     lines = [plan.summary]
     if plan.sizes.total > 1:
-        lines.append(f"{plan.sizes}; all numbers are of one rank")
-    device, host = plan.limits_from
+        lines.append(f"{plan.sizes}; all numbers are of one rank, but for the files on disk and the seconds")
+    device, _ = plan.limits_from
     if plan.device_limit:
         lines.append(
             f"device  {format_bytes(plan.device_needed)} of {format_bytes(plan.device_limit)} ({device}), "
             f"{format_bytes(plan.device_bytes)} of them tensors at the peak"
         )
-    lines.append(f"host    {format_bytes(plan.host_bytes)} of {format_bytes(plan.host_limit)} ({host})")
+    lines.append(f"host    {format_bytes(plan.host_bytes)} of {format_bytes(plan.host_limit)} ({_host_from(plan)})")
     longest = f"longest row that memory allows: {format_tokens(plan.longest_row)} tokens" if plan.longest_row else ""
     lines.append(("fits; " if plan.fits else "DOES NOT FIT; ") + (longest or "no row fits with these settings"))
     lever = plan.next_lever
@@ -156,3 +187,15 @@ def answer_lines(plan: Plan) -> list[str]:
     elif not plan.fits:
         lines.append("no lever of this version makes it fit: it needs more memory or a smaller model")
     return lines
+
+
+def _host_from(plan: Plan) -> str:
+    """Where the limit of host memory comes from: the whole of it, where ranks share it."""
+    ranks, source = plan.machine.host_ranks, plan.limits_from[1]
+    source = source.removesuffix(f", for each of {ranks} ranks")
+    if plan.machine.device_name == ELSEWHERE and source != "host_memory":
+        source = f"{source} of this machine; host_memory says what the other has"
+    if ranks == 1:
+        return source
+    each = " of each machine" if plan.sizes.total > ranks else ""
+    return f"{format_bytes(plan.host_limit * ranks)}{each} / {ranks} ranks; {source}"

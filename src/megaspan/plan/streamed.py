@@ -118,7 +118,7 @@ def backward_phases(facts: ModelFacts, layer: LayerBytes, s: Settings, parameter
     if s.gpu and facts.experts is None and facts.family.fused:
         # Gate, up, and the gradients of both and of their product; the norm's input and output, the tile's output and one more.
         width = facts.mlp_width
-        mlp, told = c * (5 * width + 4 * e), f"{c}·(5·F + 4·E), norm and product fused; F = {width:,}"
+        mlp, told = c * (5 * width + 4 * e), f"{c}·(5·F + 4·E), norm and product fused"
     # Rotated q and k, v, what their norms keep, and gradients on the way back through them: in fp32 where there are norms.
     norm_fp32, norm_type = facts.family.qk_norm_tensors if facts.qk_norm else (0, 0)
     graph = layer.norms // 2 + (q + k) * (4 * norm_fp32 + c * norm_type)
@@ -129,7 +129,7 @@ def backward_phases(facts: ModelFacts, layer: LayerBytes, s: Settings, parameter
         "one layer: q, k, v, gradients, sums",
         round(t * share * (qkv * each + rows)) + (t * graph if graph_stays else 0),
         place,
-        f"t x {share:g} x ((Q + 2·K) x ({2 * c} + {sums}) + {rows}), {_heads(facts, s)}; Q = {q:,}, K = {k:,}"
+        f"t x {share:g} x ((Q + 2·K) x ({2 * c} + {sums}) + {rows}), {_heads(facts, s)}"
         + (" + t x norms" if graph_stays else ""),
     )
     groups = backward_group(facts, s) if s.ranks.row > 1 else [group]
