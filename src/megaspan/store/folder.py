@@ -14,13 +14,13 @@ import errno
 import json
 import os
 import shutil
-import zlib
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from megaspan.human import UserError, format_bytes
+from megaspan.store.sums import file_sums
+from megaspan.world.host import cores
 
 MANIFEST = "manifest.json"
 _PARTIAL, _OLD = ".partial-", ".old-"
@@ -93,7 +93,7 @@ def write_manifest(folder: Path, facts: Mapping[str, Any], sums: Mapping[str, in
     entries = {}
     for path in files:
         name = path.relative_to(folder).as_posix()
-        entries[name] = {"bytes": path.stat().st_size, "crc32": sums[name] if name in sums else _crc32(path)}
+        entries[name] = {"bytes": path.stat().st_size, "crc32": sums[name] if name in sums else file_sums([path], 1)[0]}
     (folder / MANIFEST).write_text(json.dumps({**facts, "files": entries}, indent=1))
 
 
@@ -108,11 +108,10 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
 
 
 def damaged_files(folder: Path, manifest: Mapping[str, Any]) -> list[str]:
-    """Names of files whose content is not what was written. Reads everything once, several files at a time."""
+    """Names of files whose content is not what was written. Reads everything once, several parts at a time."""
     files = manifest["files"]
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1), "megaspan-sum") as pool:
-        sums = pool.map(lambda name: _crc32(folder / name), files)
-        return [name for name, crc in zip(files, sums, strict=True) if crc != files[name]["crc32"]]
+    sums = file_sums([folder / name for name in files], min(8, cores()))
+    return [name for name, crc in zip(files, sums, strict=True) if crc != files[name]["crc32"]]
 
 
 def free_bytes(folder: Path) -> int:
@@ -134,14 +133,6 @@ def require_space(folder: Path, needed: int, what: str) -> None:
             f"no room for {what} in {folder}: it takes {format_bytes(needed)}, and {format_bytes(free)} are free",
             do="Make room there, lower save_total_limit, or choose another output_dir",
         )
-
-
-def _crc32(path: Path) -> int:
-    crc = 0
-    with path.open("rb", buffering=0) as file:
-        while chunk := file.read(16 * 2**20):
-            crc = zlib.crc32(chunk, crc)
-    return crc
 
 
 def _to_disk(folder: Path) -> None:

@@ -2,9 +2,8 @@
 
 Saving is when finished runs die (case R88): at a million tokens nearly all host memory is pinned for layer inputs, so a save
 may not gather a copy of the model or of its optimizer first (16 and 99 GB for 8B parameters with fp32 masters). Here one
-staging buffer of 64 MiB is all that a save needs, whatever the model. Every byte is summed (CRC-32) while it is written: the
-sum runs at several GB/s on a second thread, faster than the disk, so it costs nothing, and it is what tells a damaged file
-from a good one at resume.
+staging buffer of 64 MiB is all that a save needs, whatever the model. Every byte is summed (CRC-32) while it is written, by
+several threads (`writer.py`): the sum is what tells a damaged file from a good one at resume.
 
 Nothing is pickled: tensors are safetensors, everything else is JSON, so a checkpoint from elsewhere cannot run code.
 The format is that of https://github.com/huggingface/safetensors: header length, JSON header, raw little-endian data.
@@ -13,9 +12,7 @@ The format is that of https://github.com/huggingface/safetensors: header length,
 from __future__ import annotations
 
 import json
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +22,7 @@ from safetensors import safe_open
 
 from megaspan.layers.shards import Sharded
 from megaspan.store.sharded import Feed, in_order
-
-CHUNK_BYTES = 64 * 2**20
+from megaspan.store.writer import FileWriter
 
 _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -47,7 +43,7 @@ def _bytes(tensor: Any) -> int:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Any], feed: Feed | None = None) -> int:
-    """Writes a safetensors file and returns its CRC-32; host memory above the tensors themselves: one chunk.
+    """Writes a safetensors file and returns its CRC-32; host memory above the tensors themselves: 64 MiB.
 
     Args:
         path: the file to create.
@@ -64,32 +60,17 @@ def write_tensors(path: Path, tensors: Mapping[str, Any], feed: Feed | None = No
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     start = len(text).to_bytes(8, "little") + text
-    crc = zlib.crc32(start)
-    with path.open("wb") as file, ThreadPoolExecutor(1, "megaspan-sum") as summing:
-        file.write(start)
-        for chunk in _chunks([tensors[name] for name in names], feed):
-            sum_ = summing.submit(zlib.crc32, chunk, crc)
-            file.write(chunk)
-            crc = sum_.result()
-    return crc
-
-
-def _chunks(tensors: Sequence[Any], feed: Feed | None) -> Iterator[memoryview]:
-    """The tensors' bytes in pieces of at most one chunk; a piece is valid until the next is asked for."""
-    staging: torch.Tensor | None = None
-    for tensor in tensors:
-        if isinstance(tensor, Sharded):
-            assert feed is not None
-            pieces = feed.take(tensor)
-        else:
-            pieces = iter(tensor.detach().contiguous().reshape(-1).view(torch.uint8).split(CHUNK_BYTES))
-        for piece in pieces:
-            if piece.device.type != "cpu":
-                if staging is None:
-                    staging = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-                piece = staging[: len(piece)].copy_(piece)
-            array: Any = piece.numpy()
-            yield memoryview(array)
+    with FileWriter(path) as file:
+        file.put(torch.frombuffer(bytearray(start), dtype=torch.uint8))
+        for name in names:
+            tensor = tensors[name]
+            if isinstance(tensor, Sharded):
+                assert feed is not None
+                for piece in feed.take(tensor):
+                    file.put(piece, lasting=False)
+            else:
+                file.put(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
+    return file.crc
 
 
 class TensorFile(Mapping[str, torch.Tensor]):
