@@ -51,7 +51,8 @@ clean:  ## remove the environments
 
 $(READY): pyproject.toml constraints-cpu.txt constraints-oldest.txt
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("megaspan needs Python 3.11: make PYTHON=python3.12 …")'
-	echo "making $(VENV): the first time this downloads torch and takes minutes" >&2
+	echo "making $(VENV), once: pip downloads torch and its libraries, up to some GB, then unpacks them in silence" >&2
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q $(PINS) -e '.[dev]'
+	$(BIN)/python -m pip install $(PINS) -e '.[dev]'
 	touch $@
+	echo "$(VENV) is ready" >&2
