@@ -45,3 +45,18 @@ def test_values_that_look_like_markup_are_printed_as_they_are():
     print_header([Line("rope", "[0.5, 1]", "[bold]not markup[/bold]")], file=out)
     assert "[0.5, 1]" in out.getvalue()
     assert "[bold]not markup[/bold]" in out.getvalue()
+
+
+def test_of_a_very_long_word_the_middle_is_left_out():
+    """A path of a cluster pushed every reason off the screen, or was broken in the middle of a folder's name."""
+    path = "/clusters/one/users/somebody/" + "experiment-of-a-long-name/" * 5 + "checkpoint-120"
+    lines = [Line("model", path, "36 layers"), Line("resumed", "checkpoint-120", path), Line("text", "two\nlines", "a " * 60)]
+    for width in (60, 80, 120, None):
+        shown = "\n".join(text.plain for text in render(lines, width))
+        assert shown.count("/clusters/one/") == 2
+        assert shown.count("checkpoint-120") == 3
+        assert "two lines" in shown
+        assert width is None or max(map(len, shown.splitlines())) <= width
+    model, resumed, _ = (text.plain for text in render(lines, None))
+    assert len(model) < 80
+    assert resumed.index("/clusters") == len("  resumed  ") + 34 + 2  # its column, though a value is longer than the column
