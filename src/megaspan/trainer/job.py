@@ -95,8 +95,13 @@ class Job:
         reset(self.model)
 
     def prepare_eval(self, dataset: Any) -> Rows:
-        """Held-out rows of another dataset, by the options of the run."""
+        """Held-out rows of another dataset, by the options of the run; the same ones on every rank.
+
+        Raises:
+            UserError: the data cannot be read, or ranks were given different data (case R84).
+        """
         rows = prepare_rows(self.args, self.tokenizer, split="test", dataset=dataset, report=self.say)
+        world.same_everywhere("the held-out data", rows.fingerprint)
         check_token_ids(rows.max_id, self.facts.vocab)
         return rows
 
@@ -215,7 +220,7 @@ class Job:
         lines = [
             Line("model", self.loaded.name, f"{facts.parameters:,} parameters, {facts.layers} layers; {self.loaded.origin}"),
             *self._rank_lines(),
-            Line("rows", f"{len(self.rows)}", f"longest {format_tokens(longest)} tokens, {self._spread(longest)}"),
+            Line("rows", f"{len(self.rows)}", f"longest {format_tokens(longest)} tokens, {self._spread()}"),
             Line(
                 "steps",
                 f"{schedule.total_steps}",
@@ -275,12 +280,16 @@ class Job:
         batch, windows = self.args.per_device_train_batch_size, self.args.gradient_accumulation_steps
         return f" = {who} × {batch} (per_device_train_batch_size) × {windows} (gradient_accumulation_steps)"
 
-    def _spread(self, longest: int) -> str:
+    def _spread(self) -> str:
+        """Which part of a row a rank has: of the longest one, as the layout of its tokens says (case R93)."""
         if self.ranks.mesh.ranks == 1:
             return "all on this device"
         shared, together = self.ranks.mesh.size("row"), self.share.together
         packed = f"; {together} at a time, as one packed row" if together > 1 else ""
-        place = f"{format_tokens(-(-longest // shared))} on each of its {shared} ranks" if shared > 1 else "each on one rank"
+        place = "each on one rank"
+        if shared > 1:
+            longest = self.rows[int(self.rows.lengths.argmax())]
+            place = f"{format_tokens(self.share.slots([longest]))} on each of its {shared} ranks"
         return place + packed
 
     def _of_each_rank(self) -> str:
