@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.case import age
 from benchmarks.start import end_with_parent
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
@@ -47,10 +48,11 @@ def train(folder: Path, case: dict[str, Any]) -> None:
     options = {"output_dir": str(folder / "runs" / case["name"]), "max_steps": 1, "save_strategy": "no", "disable_tqdm": True}
     options |= {"packing": False, "learning_rate": 1e-6, "logging_steps": 1}
     trainer = SFTTrainer(args=SFTConfig(**(options | case["options"])), train_dataset=[case["record"]], callbacks=[keep])
-    placed = levers(trainer.model)
+    placed, ready = levers(trainer.model), age()
     assert placed is not None
     trainer.train()
     if world.launch().rank == 0:
+        print(f"CASE {case['name']}: its process was {ready:.1f} s old before training, {age():.1f} s after", flush=True)
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         told = {"kernel": placed.kernel.name, "seconds": keep.seconds}
         torch.save({"gradients": keep.gradients, "loss": losses[0], **told}, folder / f"{case['name']}.pt")

@@ -34,7 +34,7 @@ SHAPE = {
 }  # fmt: skip
 DOCUMENTS = {"whole": [32_749], "packed": [9000, 1, 700, 14_000, 64, 5000, 4003]}
 LAYOUTS = {"cp2": {"cp_size": 2}, "sp2": {"sp_size": 2}}
-SECONDS = 240  # for all cases of two GPUs, kernels compiled
+SECONDS = 300  # for all cases of two GPUs, kernels compiled
 
 
 def record_of(documents: list[int], vocab: int) -> dict[str, list[int]]:
@@ -59,19 +59,19 @@ def reference(model: Any, ids: list[int], documents: list[int]) -> dict[str, Any
 
 
 def run_ranks(folder: Path, cases: list[dict[str, Any]], seconds: float) -> None:
-    """All cases on two processes under torchrun; their words are shown where they fail."""
+    """All cases on two processes under torchrun; how far they came is shown where they fail or take too long."""
     (folder / "cases.json").write_text(json.dumps(cases))
     launcher = ["torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
     launcher += ["--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"]
-    done = subprocess.run(
-        [sys.executable, "-m", *launcher, "-m", "tests.gpu.ranks_case", str(folder)],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=seconds,
-    )
-    assert done.returncode == 0, done.stdout[-8000:]
+    command = [sys.executable, "-m", *launcher, "-m", "tests.gpu.ranks_case", str(folder)]
+    with (folder / "ranks.txt").open("w+") as talk:
+        try:
+            code: Any = subprocess.run(command, cwd=ROOT, stdout=talk, stderr=subprocess.STDOUT, timeout=seconds).returncode
+        except subprocess.TimeoutExpired:
+            code = f"more than {seconds} s"
+    talked = (folder / "ranks.txt").read_text()
+    assert code == 0, f"{code}: {talked[-8000:]}"
+    print("\n".join(line for line in talked.splitlines() if line.startswith("CASE ")), flush=True)
 
 
 def parity(want: dict[str, Any], plain: dict[str, Any], got: dict[str, Any]) -> dict[str, Any]:
@@ -117,15 +117,15 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
         for layout, sizes in LAYOUTS.items()
         for kind in DOCUMENTS
     ]
-    referred = time.monotonic() - begun
+    print(json.dumps({"seconds of the references": round(time.monotonic() - begun, 1)}), flush=True)
     run_ranks(folder, cases, SECONDS)
     for case in cases:
         found[case["name"]] = torch.load(folder / f"{case['name']}.pt")
-    print(json.dumps({"seconds": round(time.monotonic() - begun, 1), "of them references": round(referred, 1)}))
+    print(json.dumps({"seconds": round(time.monotonic() - begun, 1)}), flush=True)
     return found
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(500)
 @pytest.mark.parametrize("kind", DOCUMENTS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_shared_row_is_as_near_to_fp32_as_plain_bf16_on_one_gpu(layout: str, kind: str, results: dict[str, Any]) -> None:
