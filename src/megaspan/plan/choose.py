@@ -194,7 +194,7 @@ def choose(
     Raises:
         UserError: sp ranks cannot share the model's heads.
     """
-    check_heads(sizes.sp, facts.heads, facts.kv_heads)
+    check_heads(sizes.sp, facts.heads, facts.kv_heads, sizes.cp)
     gpu = machine.device_bytes > 0 and not config.use_cpu
     limits = Limits(
         (config.memory_limit or machine.device_bytes) if gpu else 0,
