@@ -169,7 +169,7 @@ def test_numbers_that_json_has_no_word_for_become_null(verb, config, capsys):
         (["train", "--nproc", "0", "--max_length", "4k"], "--nproc must be at least 1"),
         (["train", "--nproc", "all", "--max_length", "4k"], "--nproc must be a whole number"),
         (["train", "--nproc", "--max_length", "4k"], "--nproc must be a whole number of at least 0; got nothing behind it"),
-        (["train", "--max_length"], "max_length must be"),
+        (["train", "--max_length"], "--max_length needs a value"),
         (["data", "--show", "x", "--max_length", "4k"], "--show must be a whole number"),
         (["data", "--show", "²", "--max_length", "4k"], "--show must be a whole number"),
         (["--verbose"], "has no verb"),

@@ -101,8 +101,28 @@ def test_the_verb_and_its_mistakes(workplace):
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["rows"] == 4
-    with pytest.raises(UserError, match="nothing to evaluate"):
-        evaluate_command(str(workplace), [])
+    for what, why in (
+        (workplace, "holds neither config.yaml nor config.json"),
+        (workplace / "text.txt", r"is no \.yaml"),
+        (workplace / "none", "does not exist"),
+    ):
+        with pytest.raises(UserError, match=rf"nothing to evaluate: .*{what.name} {why}; allowed: .* megaspan eval RUN, or"):
+            evaluate_command(str(what), [])
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["dataset_name: null", "eval_strategy: steps\neval_steps: 1", "datasets: [{path: /nowhere/a.txt}]\neval_strategy: steps"],
+)
+def test_a_run_made_in_python_is_evaluated_on_data_that_is_named(workplace, tmp_path, line):
+    """Its configuration names no text, or its held-out text has no name: what is typed is read, whole."""
+    (tmp_path / "config.yaml").write_text(f"max_length: 500\n{line}\n")
+    (tmp_path / "model").symlink_to(workplace / "model")
+    if "datasets" not in line:
+        with pytest.raises(UserError, match=r"names no data: .* Type megaspan eval .* --dataset_name …"):
+            evaluate_command(str(tmp_path), [])
+    for flags in (["--dataset_name", str(workplace / "text.txt")], [f"--dataset-name={workplace / 'text.txt'}"]):
+        assert evaluate_command(str(tmp_path), flags)["rows"] == 4
 
 
 def test_a_token_that_the_model_lacks_is_a_sentence(workplace):

@@ -113,7 +113,14 @@ def evaluate_command(what: str, flags: list[str]) -> dict[str, Any]:
     """
     set_allocator()
     config = _on_one_device(_config_of(what, flags))
-    loaded, rows = _load(config)
+    if config.dataset_name is None and config.datasets is None:
+        raise UserError(
+            f"{what} names no data: its text was given in Python, or none is",
+            allowed="a file, a folder, a glob or a hub name",
+            do=f"Type megaspan eval {what} --dataset_name …",
+        )
+    typed = any(flag.replace("-", "_").partition("=")[0] == "__dataset_name" for flag in flags)
+    loaded, rows = _load(config, typed)
     model = prepare(loaded.model, config)
     chosen = [rows[number] for number in range(len(rows))]
     buckets = loss_by_position(model, chosen, position_bounds(max(max(row.attention_lengths) for row in chosen)))
@@ -164,8 +171,10 @@ def _on_one_device(config: SFTConfig) -> SFTConfig:
     return config.replace(**{option: None if option == "dp_shard_size" else 1 for option in split})
 
 
-def _load(config: SFTConfig) -> tuple[Any, Rows]:
-    rows = prepare_rows(config, load_tokenizer(config), split=_split(config))
+def _load(config: SFTConfig, typed: bool) -> tuple[Any, Rows]:
+    """Model and rows; `typed` data is what is to be read, whether or not it has a split of the held-out one's name."""
+    named = config.dataset_name if typed and config.dataset_config is None else None
+    rows = prepare_rows(config, load_tokenizer(config), split=_split(config), dataset=named)
     loaded = load_model(config, device(config.use_cpu))
     check_token_ids(rows.max_id, loaded.facts.vocab)
     return loaded, rows
@@ -185,7 +194,7 @@ def _config_of(what: str, flags: list[str]) -> SFTConfig:
         if not model.is_dir():
             raise UserError(
                 f"{path} holds no finished model",
-                do=f"Export a checkpoint first: megaspan export {path} OUT; then megaspan eval OUT",
+                do=f"Export a checkpoint: megaspan export {path} OUT; then megaspan eval OUT --dataset_name … --max_length …",
             )
         if (model / "adapter_config.json").is_file():
             raise UserError(
@@ -197,7 +206,14 @@ def _config_of(what: str, flags: list[str]) -> SFTConfig:
         )
     if (path / "config.json").is_file():
         return load_config(None, ["--model_name_or_path", str(path), *flags])
-    raise UserError("nothing to evaluate here", got=what, allowed="a configuration (.yaml), a run folder or a model folder")
+    kind = (
+        "holds neither config.yaml nor config.json" if path.is_dir() else "is no .yaml" if path.exists() else "does not exist"
+    )
+    raise UserError(
+        f"nothing to evaluate: {what} {kind}",
+        allowed="a configuration (.yaml), a run folder or a model folder",
+        do="Type megaspan eval RUN, or megaspan eval MODEL --dataset_name … --max_length …",
+    )
 
 
 def _without_rope(config: Path) -> list[str]:

@@ -47,6 +47,26 @@ def test_what_a_flag_makes_idle_in_the_file_goes(write):
     assert "line 2" in errors_of(write("max_length: 4k\nnum_train_epochs: 3\nmax_steps: 5\n"), "--save_strategy", "no")[0]
 
 
+@pytest.mark.parametrize(
+    ("line", "flag", "value"),
+    [
+        ("datasets: [{path: a.txt}]", "--dataset_name", "b.txt"), ("dataset_name: a.txt", "--datasets", "[{path: b.txt}]"),
+        ("warmup_steps: 3", "--warmup_ratio", "0.1"), ("warmup_ratio: 0.1", "--warmup_steps", "3"),
+    ],
+)  # fmt: skip
+def test_a_flag_replaces_what_excludes_it_in_the_file(write, line, flag, value):
+    config = load_config(write(f"max_length: 4k\n{line}\n"), [flag, value])
+    assert line.partition(":")[0] not in config.given()
+    assert flag[2:] in config.given()
+    assert errors_of(write(f"max_length: 4k\n{line}\n"), flag, value, "--" + line.partition(":")[0], line.partition(": ")[2])
+
+
+def test_a_flag_without_a_value_is_said_once(write):
+    assert len(errors_of(None, "--max_length")) == 1
+    assert len(errors_of(write("max_length: 4k\n"), "--learning_rate", "--seed", "3")) == 1
+    assert load_config(write("max_length: 4k\n"), ["--packing", "--bf16"]).packing
+
+
 def test_flags_alone_are_enough():
     assert load_config(None, ["--max_length", "1M"]) == SFTConfig(max_length="1M")
 
@@ -113,13 +133,15 @@ def test_every_mistake_has_its_line(write):
     [
         ("", "is empty"), ("# nothing\n", "is empty"), ("- a\n- b\n", "is not a mapping"),
         ("just words\n", "is not a mapping"), ("max_length: [1\nseed: }\n", "line 2, column 5: this is not YAML"),
-        ("max_length: 4k\n\tseed: 1\n", "line 2"), ("max_length: 4k\n---\nseed: 1\n", "another document"),
+        ("max_length: 4k\n\tseed: 1\n", "line 2, column 1: this is not YAML: there is a tab"),
+        ("max_length: 4k\n---\nseed: 1\n", "Remove the line ---"),
         (b"\xff\xfe\x00\x01", "not UTF-8"), ("max_length: 4k\nmax_length: 8k\n", "line 2: max_length is already on line 1"),
         ("max_length: 4k\nmax-length: 8k\n", "already on line 1"),
         ("max_length: 4k\nmodel_init_kwargs:\n  a: 1\n  b: {c: 1, c: 2}\n", "line 4: c is already on line 4"),
-        ("max_length: !!python/object/apply:os.getcwd []\n", "could not determine a constructor"),
+        ("max_length: !!python/object/apply:os.getcwd []\n", "a tag that names a type"),
         ("seed: 1\n", "max_length is missing"), ("max_length: null\n", "max_length is missing"),
-        ("max_length: 4k\n? [a]\n: 1\n", "is not an option"), ("max_length: 4k\n1: 2\n", "1 is not an option"),
+        ("max_length: 4k\n? [a]\n: 1\n", "line 2: this key is no name of an option"),
+        ("max_length: 4k\n1: 2\n", "1 is not an option"),
         ("max_length: 4k\nmodel_revision: 1.5\n", "Put it in quotes"),
         ("max_length: 4k\nmodel_init_kwargs: &a {x: *a}\n", "an anchor in it holds itself"),
         ("max_length: " + "[" * 2000 + "]" * 2000, "nested too deeply"), ("<<: 5\nmax_length: 4k\n", "line 1, column 5"),
@@ -145,7 +167,7 @@ def test_a_missing_file_and_a_folder(tmp_path):
     [
         (["seed", "1"], "'seed' is not a flag"), (["--seed", "1", "--seed", "2"], "--seed is given twice"),
         (["--seed", "1", "2"], "seed must be a whole number"), (["-seed", "1"], "'-seed' is not a flag"),
-        (["--"], "'--' is not a flag"), (["--seed"], "seed must be a whole number"),
+        (["--"], "'--' is not a flag"), (["--seed"], "--seed needs a value; allowed: a whole number of at least 0"),
         (["--no-seed"], "seed must be a whole number"), (["--no_cuda"], "use_cpu"),
         (["--config", "x.yaml"], "megaspan train FILE.yaml"), (["--seed", "{"], "seed must be"),
     ],

@@ -18,7 +18,13 @@ from megaspan.config.checks import WithoutEffect
 from megaspan.config.schema import SFTConfig, allowed_of
 from megaspan.human import UserError, UserErrors
 
+# Pairs that exclude each other: what is typed replaces what the file has of the other.
+_RIVALS = (("dataset_name", "datasets"), ("warmup_steps", "warmup_ratio"))
 _NUMBER = re.compile(r"-?[0-9.].*")
+
+
+class _NoValue(UserError):
+    """A flag that says nothing."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -53,12 +59,18 @@ def load_config(path: str | Path | None, flags: Sequence[str] = ()) -> SFTConfig
     places: dict[str, str] = {}
     written = _read_file(Path(path), places, errors) if path is not None else {}
     typed = _read_flags(flags, places, errors)
+    for one, other in (*_RIVALS, *(pair[::-1] for pair in _RIVALS)):
+        if one in typed and other not in typed:
+            written.pop(other, None)
     config, found = _checked(written | typed)
     # `--max_steps 5` over a file with num_train_epochs: the flag is meant, and what it makes idle in the file goes.
     idle = {error.option for error in found if isinstance(error, WithoutEffect) and set(error.others) & typed.keys()}
     if idle - typed.keys():
         config, found = _checked({name: value for name, value in (written | typed).items() if name not in idle - typed.keys()})
-    errors += [error.at(places[error.option]) if error.option in places else error for error in found]
+    told = {error.option for error in errors if isinstance(error, _NoValue)}  # and so missing: that is said already
+    errors += [
+        error.at(places[error.option]) if error.option in places else error for error in found if error.option not in told
+    ]
     if errors or config is None:
         raise UserErrors(errors)
     return config
@@ -107,6 +119,10 @@ def _read_text(path: Path, text: str, places: dict[str, str], errors: list[UserE
         raise UserErrors([*errors, _syntax_error(path, error)]) from None
     options: dict[str, Any] = {}
     for key_node, value_node in root.value:
+        if not isinstance(key_node, yaml.ScalarNode):
+            place = f"{path} line {key_node.start_mark.line + 1}"
+            errors.append(UserError(f"{place}: this key is no name of an option", do="Write lines such as max_length: 128k"))
+            continue
         key = str(key_node.value).replace("-", "_")
         try:
             options[key] = loader.construct_object(value_node, deep=True)
@@ -124,6 +140,8 @@ def _duplicates(path: Path, node: yaml.Node, errors: list[UserError]) -> None:
     elif isinstance(node, yaml.MappingNode):
         seen: dict[str, int] = {}
         for key_node, value_node in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                continue
             key, line = str(key_node.value).replace("-", "_"), key_node.start_mark.line + 1
             if key in seen and key != "<<":
                 message = f"{path} line {line}: {key} is already on line {seen[key]}"
@@ -136,7 +154,14 @@ def _syntax_error(path: Path, error: Exception) -> UserError:
     mark = getattr(error, "problem_mark", None)
     problem = getattr(error, "problem", None) or str(error).splitlines()[0]
     place = f"{path} line {mark.line + 1}, column {mark.column + 1}" if mark is not None else str(path)
-    return UserError(f"{place}: this is not YAML: {problem}", do="A value that holds a colon, a brace or a # needs quotes")
+    do = "A value that holds a colon, a brace or a # needs quotes"
+    if "'\\t'" in problem:
+        problem, do = "there is a tab at the beginning", "Indent with spaces"
+    elif "another document" in problem:
+        problem, do = "a second document begins", "Remove the line ---: one file holds the options of one run"
+    elif "constructor" in problem:
+        problem, do = "it holds a tag that names a type", "Remove what begins with an exclamation mark: values are plain here"
+    return UserError(f"{place}: this is not YAML: {problem}", do=do)
 
 
 def _read_flags(flags: Sequence[str], places: dict[str, str], errors: list[UserError]) -> dict[str, Any]:
@@ -157,6 +182,9 @@ def _read_flags(flags: Sequence[str], places: dict[str, str], errors: list[UserE
         negated = key.removeprefix("no_")
         if not texts and key != negated and (negated in SFTConfig.model_fields or negated in foreign.ALIASES):
             key, value = negated, False
+        elif not texts and key in SFTConfig.model_fields and "true" not in allowed_of(key):
+            errors.append(_NoValue(f"--{name} needs a value", allowed=allowed_of(key), do=f"Write --{name} value", option=key))
+            continue
         else:
             value = _flag_value(key, texts)
         if key in options:
