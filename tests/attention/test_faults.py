@@ -1,4 +1,4 @@
-"""Faults of other systems that the layout of a row could have (`docs/faults.md`): lengths at which tokens or keys go missing."""
+"""Faults of other systems that the layout of a row could have (`docs/faults.md`): lengths at which tokens or keys are lost."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.attention.rows import visible
 from tests.attention.test_slices import attend
 
 FULL, WINDOW = Mask(), Mask(window=8)
-# As the reports have them: primes, a power of two and one, fewer tokens than chunks, a tail that fills no chunk, documents over,
-# on and behind the edge of a shard.
+# As the reports have them: primes, a power of two and one, fewer tokens than chunks, a tail that fills no chunk, documents
+# over, on and behind the edge of a shard.
 ROWS: list[tuple[list[int], int]] = [
     ([1_000_003], 4), ([999_983], 8), ([32_769], 2), ([32_769], 4), ([32_769], 8), ([8423], 2), ([57_826], 8),
     ([7], 2), ([698], 4), ([698, 3, 1], 4), ([1], 2), ([2], 2), ([3], 2), ([1], 4), ([2], 4), ([3], 4),
@@ -31,7 +31,7 @@ def pairs_of(tokens: int, mask: Mask) -> int:
 @pytest.mark.parametrize("mask", [FULL, WINDOW], ids=["full", "window"])
 @pytest.mark.parametrize(("lengths", "cp"), ROWS, ids=str)
 def test_no_token_and_no_key_is_lost_at_any_length(lengths, cp, mask):
-    """R16, R17, R18, R19, R27: every token is in one slot, the calls of all ranks see every pair of the mask, none is padding."""
+    """R16, R17, R18, R19, R27: every token is in one slot, and the calls of all ranks see every pair of the mask."""
     layout = lay_out(lengths, cp)
     slots = np.concatenate([layout.token_index(rank) for rank in range(cp)])
     assert np.array_equal(np.sort(slots[slots >= 0]), np.arange(sum(lengths)))

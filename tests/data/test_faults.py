@@ -1,4 +1,4 @@
-"""Faults of other systems that rows could have (`docs/faults.md`): padding sides, caches and limits by layout, answers moved."""
+"""Faults of other systems that rows could have (`docs/faults.md`): padding sides, caches of a layout, answers that move."""
 
 from __future__ import annotations
 
@@ -42,8 +42,9 @@ def test_rows_do_not_know_how_they_will_be_shared(tmp_path: Path, packing: dict[
     found = [prepare(tmp_path, data, said=said, max_length=8, **packing, **sizes) for sizes in LAYOUTS]
     assert [rows.reused for rows in found] == [False, True, True, True]
     assert len({rows.fingerprint for rows in found}) == 1
-    assert [texts_of(rows) for rows in found] == [texts_of(found[0])] * len(LAYOUTS)
-    assert max(len(row.input_ids) for row in found[-1]) == 8
+    alone = [prepare(tmp_path / str(number), data, max_length=8, **packing, **sizes) for number, sizes in enumerate(LAYOUTS)]
+    assert [texts_of(rows) for rows in (*found, *alone)] == [texts_of(found[0])] * 2 * len(LAYOUTS)
+    assert max(len(row.input_ids) for row in found[0]) == 8
     assert sum("train rows prepared" in line for line in said) == 1
     assert sum("train rows reused" in line for line in said) == 3
 

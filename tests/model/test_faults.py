@@ -1,4 +1,4 @@
-"""Faults of other systems that a forward in somebody's own loop could have (`docs/faults.md`): masks that hide, odd positions."""
+"""Faults of other systems that a forward in somebody's own loop could have (`docs/faults.md`): masks that hide, positions."""
 
 from __future__ import annotations
 

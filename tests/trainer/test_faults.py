@@ -24,13 +24,15 @@ from megaspan.attention.layout import lay_out
 from megaspan.attention.mask import Mask
 from megaspan.data import Row
 from megaspan.human import UserError
-from megaspan.model import prepare
+from megaspan.model import prepare, wrap_lora
+from megaspan.model.shard import shard
 from megaspan.trainer import setup
 from megaspan.trainer.share import Share
 from megaspan.world.axes import Mesh, device_axes
 from tests.data import given
 from tests.gloo import run_ranks
 from tests.layers.test_streamed_ranks import by_hand, inputs_of, plain_step, ranks_of, row_of
+from tests.layers.test_tiled_mlp import whole
 from tests.model.support import settings
 from tests.model.test_kinds import Shifted
 from tests.models import assert_same_gradients, tiny
@@ -64,7 +66,7 @@ def targets(rows: list[Row], ranks: int) -> list[dict[int, int]]:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_token_at_the_edge_of_a_shard_has_its_target(ranks: int) -> None:
-    """R01: sixteen tokens have fifteen targets; and each token alone, those behind an edge too, is asked of the one before it."""
+    """R01: sixteen tokens have fifteen targets; each token alone, those behind an edge too, is asked of the one before it."""
     ids = np.arange(100, 116)
     alone = [np.where(np.arange(16) == place, ids, -100) for place in range(1, 16)]
     rows = [Row(ids, labels, (16,)) for labels in (ids, *alone)]
@@ -161,6 +163,36 @@ def padding_is_not_balanced(rank: int, world_size: int) -> None:
             assert said is None, said
 
 
+def tiles_of_other_numbers(rank: int, world_size: int) -> None:
+    """R66: rows of 29 and of 6 tokens in tiles of 5, in layers that stream and in whole ones, with biases, with LoRA."""
+    axes = device_axes(Mesh(dp_shard=2, rank=rank), "cpu")
+    assert axes is not None
+    for keep, targets in (("host", "all-linear"), (None, ["fc1", "fc2", "q_proj"])):
+        for adapter in (False, True):
+            plain: Any = tiny("qwen2", layers=3, dtype=torch.float64) if keep else whole("phi")
+            args = settings(use_peft=True, lora_r=4, lora_target_modules=targets, lora_dropout=0.0) if adapter else settings()
+            if adapter:
+                torch.manual_seed(0)
+                plain = wrap_lora(plain, args).double()
+                for name, parameter in plain.named_parameters():
+                    if "lora_B" in name:
+                        torch.nn.init.normal_(parameter, std=0.1)
+            assert any(name.endswith("bias") for name, _ in plain.named_parameters())
+            model: Any = copy.deepcopy(plain)
+            shard(model, axes.fsdp, masters=False, compute=torch.float64)
+            prepare(model, args, by_hand(keep, tile=5))
+            rows = [((29,), 1), ((6,), 2)]
+            items = sum(int((row_of(*row)[1] >= 0).sum()) for row in rows)
+            lengths, seed = rows[rank]
+            row = RowContext(lay_out(lengths, 1), RowRanks(), "cpu")
+            model(**inputs_of(model, row, lengths, seed), num_items_in_batch=items, megaspan_seed=0).loss.backward()
+            found = {
+                name: parameter.grad.full_tensor() for name, parameter in model.named_parameters() if parameter.requires_grad
+            }
+            assert adapter == all("lora" in name for name in found)
+            assert_same_gradients(found, plain_step(plain, rows, items)[1], 1e-5)  # the reference's softmax is fp32
+
+
 def what_was_asked_for_is_what_runs(rank: int, world_size: int, folder: Path, out: Path) -> None:
     """R93: the tokens of a rank that the header tells are those that its layers see. R84: ranks with other rows are stopped."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
@@ -183,7 +215,7 @@ def what_was_asked_for_is_what_runs(rank: int, world_size: int, folder: Path, ou
 
 def test_two_ranks(tmp_path, model_folder) -> None:
     asked = (what_was_asked_for_is_what_runs, (model_folder, tmp_path))
-    run_ranks(2, [(models_take_turns, ()), (padding_is_not_balanced, ()), asked])
+    run_ranks(2, [(models_take_turns, ()), (padding_is_not_balanced, ()), (tiles_of_other_numbers, ()), asked])
 
 
 def test_the_header_tells_the_tokens_of_a_rank(tmp_path, model_folder) -> None:
