@@ -68,8 +68,13 @@ def test_resuming_with_other_settings_names_the_difference(tmp_path, model_folde
     trainer(model_folder, tmp_path, DATA, max_steps=2, save_strategy="steps", save_steps=1).train()
     with pytest.raises(UserError, match="total_steps"):
         trainer(model_folder, tmp_path, DATA, max_steps=3, save_strategy="steps", save_steps=1).train(True)
-    with pytest.raises(UserError, match="data"):
+    with pytest.raises(UserError, match=r"made by another run: the data is not the same\. Resume with the settings"):
         trainer(model_folder, tmp_path, DATA[:3], max_steps=2, save_strategy="steps", save_steps=1).train(True)
+    sentence = (
+        r"another run: max_length was 40 and is 30; the data is not the same\. Write max_length: 40 as before, or start anew"
+    )
+    with pytest.raises(UserError, match=sentence):
+        trainer(model_folder, tmp_path, DATA, max_length=30, max_steps=2, save_strategy="steps", save_steps=1).train(True)
 
 
 def test_a_new_run_does_not_overwrite_another(tmp_path, model_folder):  # noqa: F811

@@ -26,6 +26,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from megaspan.config.defaults import as_yaml
 from megaspan.human import UserError
 from megaspan.layers.shards import Sharded, compute_dtype, sharded
 from megaspan.store.adapter import base_of, is_adapter, is_resized, origin
@@ -38,6 +39,7 @@ from megaspan.store.folder import (
     require_space,
     write_manifest,
 )
+from megaspan.store.options import changed_options
 from megaspan.store.plain import write_settings
 from megaspan.store.random_state import random_state, restore_random_state
 from megaspan.store.sharded import Feed, gathered_objects, in_order, is_sharded, together, write_together
@@ -46,6 +48,7 @@ from megaspan.store.tensors import TensorFile, join_state, split_state, tensor_b
 FORMAT = 1
 WEIGHTS, TRAINABLE = "model.safetensors", "trainable.safetensors"
 _NAME = re.compile(r"checkpoint-(\d+)")
+_HASH = re.compile(r"[0-9a-f]{16,}")  # of no use to anybody who reads it
 
 
 class HasState(Protocol):
@@ -129,7 +132,12 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    path: Path | str, model: torch.nn.Module, optimizer: HasState, *, identity: Mapping[str, Any] | None = None
+    path: Path | str,
+    model: torch.nn.Module,
+    optimizer: HasState,
+    *,
+    identity: Mapping[str, Any] | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Puts a checkpoint's state into `model`, `optimizer` and the random number generators; returns the trainer's progress.
 
@@ -140,6 +148,7 @@ def load_checkpoint(
         model: the model the run started from, prepared in the same way.
         optimizer: new, for that model.
         identity: compared with the one that was saved.
+        options: those of this run that an identity can come from; where it differs, those that the run had otherwise are named.
 
     Raises:
         UserError: the checkpoint is missing, damaged, or of another model or run; it says which files or what differs.
@@ -155,9 +164,13 @@ def load_checkpoint(
         json.loads(json.dumps(split_state(dict(identity), "identity")[0])) if identity is not None else saved_identity
     )
     if differences := _differences(weights, here, saved_identity, current_identity):
+        changed = changed_options(path.parent, options or {})
+        told = [f"{name} was {as_yaml(before)} and is {as_yaml(now)}" for name, (before, now) in changed.items()]
+        again = ", ".join(f"{name}: {as_yaml(before)}" for name, (before, _) in changed.items())
+        how = f"Write {again} as before" if again else "Resume with the settings of its run (config.yaml beside it)"
         raise UserError(
-            f"{path} was made by another run: " + "; ".join(differences),
-            do="Resume with the settings of its run (config.yaml beside it), or start anew without resume_from_checkpoint",
+            f"{path} was made by another run: " + "; ".join(told + differences),
+            do=f"{how}, or start anew without resume_from_checkpoint and with another output_dir",
         )
     state = json.loads((path / "state.json").read_text())
     tensors: Mapping[str, torch.Tensor] = TensorFile(path / "state.safetensors")
@@ -257,7 +270,8 @@ def _differences(
     for name in sorted(saved_identity.keys() | identity.keys()):
         before, now = saved_identity.get(name), identity.get(name)
         if before != now:
-            found.append(f"{name} was {before!r} and is {now!r}")
+            hashes = all(isinstance(value, str) and _HASH.fullmatch(value) for value in (before, now))
+            found.append(f"the {name} is not the same" if hashes else f"{name} was {before!r} and is {now!r}")
     weights = [f"weight {name} is not in it" for name in sorted(here.keys() - saved.keys())]
     weights += [f"weight {name} is not in this model" for name in sorted(saved.keys() - here.keys())]
     for name in sorted(saved.keys() & here.keys()):

@@ -31,6 +31,7 @@ from megaspan.human import UserError
 from megaspan.store.checkpoint import checkpoints, latest_checkpoint, require_checkpoint
 from megaspan.store.export import FINAL
 from megaspan.store.folder import clear_leftovers
+from megaspan.store.options import plain
 
 _PACKAGES = ("megaspan", "torch", "transformers", "accelerate", "peft", "datasets", "safetensors", "numpy", "flash-attn-4")
 
@@ -148,17 +149,6 @@ def folder_fingerprint(folder: Path | str) -> str:
         elif path.suffix == ".json":
             digest.update(path.name.encode() + b"\n" + path.read_bytes())
     return digest.hexdigest()[:16]
-
-
-def plain(value: Any) -> Any:
-    """`value` in what YAML and JSON can hold: paths and types become text, tuples and sets lists."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [plain(item) for item in value]
-    return str(value).removeprefix("torch.")
 
 
 def _software() -> dict[str, Any]:

@@ -176,6 +176,12 @@ class Job:
             "adapter": self._adapter(),
         }
 
+    @property
+    def shaping_options(self) -> dict[str, Any]:
+        """The options that an identity comes from, for the sentence that refuses a resume."""
+        options = {name: getattr(self.args, name) for name in _OF_THE_RUN}
+        return {name: value for name, value in options.items() if name != "model_name_or_path" or value is not None}
+
     def _adapter(self) -> dict[str, Any] | None:
         """What an adapter's shapes do not say."""
         if not self.frozen:
@@ -314,6 +320,15 @@ def update_options(args: SFTConfig) -> dict[str, Any]:
     """The options that shape an update and may be changed at a resume: said then, since the run is another from there on."""
     return {name: getattr(args, name) for name in _OF_THE_UPDATE}
 
+
+_OF_THE_RUN = (
+    "model_name_or_path", "model_revision", "model_init_kwargs", "dtype", "bf16", "use_peft", "lora_r", "lora_alpha",
+    "lora_dropout", "lora_target_modules", "lora_modules_to_save", "use_rslora", "dataset_name", "dataset_config", "datasets",
+    "dataset_train_split", "dataset_text_field", "dataset_streaming", "max_length", "packing", "packing_strategy", "max_rows",
+    "overlong", "eos_token", "pad_to_multiple_of", "shuffle_dataset", "train_sampling_strategy", "seed", "data_seed",
+    "per_device_train_batch_size", "gradient_accumulation_steps", "dp_replicate_size", "dp_shard_size", "num_train_epochs",
+    "max_steps",
+)  # fmt: skip
 
 _OF_THE_UPDATE = (
     "learning_rate",

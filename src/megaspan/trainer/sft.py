@@ -139,7 +139,9 @@ class SFTTrainer:
         self._start_state(schedule, optimizer)
         changed: dict[str, tuple[Any, Any]] = {}
         if checkpoint is not None:
-            progress_saved = store.load_checkpoint(checkpoint, self.model, optimizer, identity=job.identity(schedule))
+            progress_saved = store.load_checkpoint(
+                checkpoint, self.model, optimizer, identity=job.identity(schedule), options=job.shaping_options
+            )
             self._restore_state(progress_saved)
             before, now = progress_saved["options"], update_options(args)
             changed = {name: (before.get(name), value) for name, value in now.items() if before.get(name) != value}
