@@ -99,8 +99,8 @@ def test_a_file_for_fsdp1_is_refused_once_with_the_lines_to_paste(tmp_path):
     assert done.returncode != 0
     assert own_lines(done.stderr) == [
         "megaspan: the launch file asks for FSDP1, which megaspan does not use. Write in its place:",
-        "megaspan: the launch file's fsdp_config has the key fsdp_ofload_params, which accelerate drops without a word; got True."
-        " Did you mean fsdp_offload_params?",
+        "megaspan: the launch file's fsdp_config has the key fsdp_ofload_params, which accelerate drops without a word; got "
+        "True. Did you mean fsdp_offload_params?",
     ]
     assert "\n  fsdp_version: 2\n" in done.stderr
     assert "UserErrors" not in done.stderr
