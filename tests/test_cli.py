@@ -167,6 +167,7 @@ def test_numbers_that_json_has_no_word_for_become_null(verb, config, capsys):
         (["export", "run"], "takes 2 words before its flags; got run. Type megaspan export RUN OUT"),
         (["env", "--seed", "1"], "--seed is not a flag here"),
         (["train", "--nproc", "0", "--max_length", "4k"], "--nproc must be at least 1"),
+        (["plan", "--nproc", "0", "--max_length", "4k"], "--nproc must be at least 1"),
         (["train", "--nproc", "all", "--max_length", "4k"], "--nproc must be a whole number"),
         (["train", "--nproc", "--max_length", "4k"], "--nproc must be a whole number of at least 0; got nothing behind it"),
         (["train", "--max_length"], "--max_length needs a value"),

@@ -89,7 +89,8 @@ def _data(call: Call) -> Result:
 
 
 def _plan(call: Call) -> Result:
-    wish = _whole_number(call, "nproc")
+    if (wish := _whole_number(call, "nproc")) == 0:
+        raise UserError("--nproc must be at least 1", got=0)
     config = _config(call)
     if "rehearse" in call.own:
         return _rehearse(call, wish, config)

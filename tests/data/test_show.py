@@ -90,6 +90,16 @@ def test_the_command_names_a_model_that_is_not_there(tmp_path: Path, monkeypatch
         data_command(config(model_name_or_path="nobody/no-model", dataset_name=str(tmp_path / "book.txt")))
 
 
+def test_the_command_does_not_ask_the_hub_for_a_mistyped_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import transformers
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *_, **__: pytest.fail("the hub was asked"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    with pytest.raises(UserError, match=r"got 'modle'; .* Did you mean model"):
+        data_command(config(model_name_or_path="modle", dataset_name="book.txt"))
+
+
 def test_a_bare_shape_has_no_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")

@@ -195,6 +195,22 @@ def test_weights_of_another_size_are_refused(tmp_path: Path) -> None:
         loaded(edit(save_model_folder(tmp_path, "qwen3"), intermediate_size=80))
 
 
+@pytest.mark.parametrize("kept", [0, -1000])
+def test_a_weight_file_that_was_cut_off_is_named_before_anything_is_read(tmp_path: Path, kept: int) -> None:
+    """A copy that stopped half-way ended in a traceback of safetensors, after the text was tokenised."""
+    file = save_model_folder(tmp_path, "qwen3") / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:kept])
+    with pytest.raises(UserError, match=r"/model\.safetensors is damaged or cut off: .* Copy or download it again\."):
+        find_source(settings(model_name_or_path=str(tmp_path)))
+
+
+@pytest.mark.parametrize("text", ["{", '{"a": 1}', ""])
+def test_a_broken_tokenizer_is_a_sentence(tmp_path: Path, text: str) -> None:
+    (save_model_folder(tmp_path, "qwen3") / "tokenizer.json").write_text(text)
+    with pytest.raises(UserError, match=r"the tokenizer of .* cannot be loaded: .* Copy its tokenizer files again"):
+        load_tokenizer(settings(model_name_or_path=str(tmp_path)))
+
+
 def test_pickles_are_refused(tmp_path: Path) -> None:
     place = save_model_folder(tmp_path, "qwen3")
     (place / "model.safetensors").rename(place / "pytorch_model.bin")

@@ -119,10 +119,18 @@ def test_a_folder_a_file_and_a_shape_are_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("qwen3-4", "Did you mean qwen3-4b?"), ("./nowhere", "neither a folder"), ("a/b/c", "neither a folder")],
+    [
+        ("qwen3-4", "Did you mean qwen3-4b?"),
+        ("./nowhere", "Check its spelling"),
+        ("a/b/c", "no hub name and no shape; got 'a/b/c'"),
+        ("modle", "Did you mean model?"),
+        ("./modle", "Did you mean model?"),
+    ],
 )
-def test_a_name_that_is_nothing_is_refused(name: str, words: str) -> None:
-    with pytest.raises(UserError, match="neither a folder") as error:
+def test_a_name_that_is_nothing_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, words: str) -> None:
+    (tmp_path / "model").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="model_name_or_path is no folder in /") as error:
         read_config(name)
     assert words in str(error.value)
 
@@ -136,5 +144,7 @@ def test_broken_folders_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(UserError, match="no configuration"):
         read_config(str(tmp_path))
+    with pytest.raises(UserError, match=r"num_hidden_layers of the model's configuration is no whole number .*; got 'many'"):
+        ModelFacts.from_config({"model_type": "llama", "num_hidden_layers": "many"})
     with pytest.raises(UserError, match="has no hidden_size"):
         ModelFacts.from_config({"model_type": "llama", "num_hidden_layers": 2})

@@ -17,6 +17,7 @@ import numpy as np
 from megaspan.data.prepare import prepare_rows
 from megaspan.data.rows import IGNORED, Row, Rows
 from megaspan.human import UserError, format_tokens
+from megaspan.plan.facts import read_config
 
 if TYPE_CHECKING:
     from megaspan.config import SFTConfig
@@ -147,9 +148,13 @@ def _load_tokenizer(config: SFTConfig) -> Any | None:
     folder = Path(name)
     if folder.is_dir() and not [*folder.glob("tokenizer*"), *folder.glob("*.model"), *folder.glob("vocab*")]:
         return None
+    if not folder.is_dir() and "/" not in name:
+        read_config(name)  # says what is there instead; the hub would be asked for half a minute
     from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(name, revision=config.model_revision, trust_remote_code=config.trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise UserError(f"the tokenizer of {name} cannot be loaded: {str(error).splitlines()[0]}") from error
+    except Exception as error:  # tokenizers raises this very class, transformers whatever a broken file leads to
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        do = "Copy its tokenizer files again from the model it belongs to" if folder.is_dir() else "Check the name and HF_TOKEN"
+        raise UserError(f"the tokenizer of {name} cannot be loaded: {reason}", do=do) from error

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
@@ -181,8 +182,11 @@ def load_tokenizer(config: SFTConfig) -> PreTrainedTokenizerBase | None:
             revision=source.revision or "main",
             trust_remote_code=config.trust_remote_code,
         )
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise UserError(f"the tokenizer of {source.name} cannot be loaded: {first_line(error)}") from error
+    except Exception as error:  # tokenizers raises this very class, transformers whatever a broken file leads to
+        raise UserError(
+            f"the tokenizer of {source.name} cannot be loaded: {first_line(error)}",
+            do="Copy its tokenizer files again from the model it belongs to",
+        ) from error
     tokenizer.model_max_length = max(tokenizer.model_max_length, config.max_length)
     return tokenizer
 
@@ -270,7 +274,7 @@ def _pretrained_model(
                 output_loading_info=True,
                 **({"device_map": {"": device}} if direct else {}),
             )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
         raise unreadable(source, error) from error

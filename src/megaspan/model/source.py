@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PretrainedConfig
 
 from megaspan.human import UserError, nearest
@@ -82,7 +83,7 @@ def read_config(source: Source, *, trust_remote_code: bool) -> PretrainedConfig:
         config = AutoConfig.from_pretrained(
             source.place, revision=source.revision or "main", trust_remote_code=trust_remote_code
         )
-    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, StrictDataclassError) as error:
         raise unreadable(source, error) from error
     check_config(config.to_dict(), source.name)
     if not trust_remote_code:
@@ -149,6 +150,15 @@ def first_line(error: Exception) -> str:
     return (lines[0] if lines else type(error).__name__).rstrip(".")
 
 
+def _undamaged(file: Path) -> None:
+    """Reads the header of a weight file, which says how long the whole is: a copy that was cut off is found in a moment."""
+    try:
+        with safe_open(file, framework="pt"):
+            pass
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{file} is damaged or cut off: {first_line(error)}", do="Copy or download it again") from error
+
+
 def _folder(name: str, path: Path) -> Source:
     if not (path / "config.json").is_file():
         if (path / "adapter_config.json").is_file():
@@ -157,7 +167,9 @@ def _folder(name: str, path: Path) -> Source:
                 do="Name the base model here, or merge the adapter first (megaspan export RUN OUT --merge)",
             )
         raise UserError(f"{name} has no config.json, so it is not a model folder")
-    if any(path.glob("*.safetensors")):
+    if files := sorted(path.glob("*.safetensors")):
+        for file in files:
+            _undamaged(file)
         return Source(name, str(path), "folder")
     others = sorted({file.suffix for pattern in _OTHER_FORMATS for file in path.glob(pattern)})
     if others:

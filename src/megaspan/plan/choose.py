@@ -274,7 +274,8 @@ def _disk_room(config: SFTConfig) -> int:
     path = Path(config.offload_folder).expanduser()
     if not path.is_dir():
         what = "is not a folder" if path.exists() else "does not exist"
-        raise UserError(f"the folder for what layers keep {what}", got=str(path), do="Make it first", option="offload_folder")
+        do = "Name another" if path.exists() else "Make it first"
+        raise UserError(f"offload_folder, for what layers keep, {what}", got=str(path), do=do, option="offload_folder")
     return shutil.disk_usage(path).free
 
 

@@ -198,23 +198,34 @@ def read_config(name_or_path: str, revision: str | None = None) -> dict[str, Any
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UserError(f"{path.parent} is no model folder: it has no config.json", option="model_name_or_path") from None
+        raise UserError(
+            f"{path.parent} is no model folder: it has no config.json",
+            do="Name the folder that holds config.json and *.safetensors",
+            option="model_name_or_path",
+        ) from None
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read as JSON: {error}", option="model_name_or_path") from error
+        raise UserError(
+            f"{path} is no model's configuration, which is JSON: {error}",
+            do="Name a model folder, or copy its config.json again",
+            option="model_name_or_path",
+        ) from error
     if not isinstance(config, dict):
         raise UserError(f"{path} holds no configuration of a model", option="model_name_or_path")
     return config
 
 
 def _from_hub(name: str, revision: str | None) -> Path:
-    close = nearest(name, shape_names())
+    path = Path(name).expanduser()
+    beside = [each.name for each in path.parent.iterdir() if each.is_dir()] if path.parent.is_dir() else []
+    folder = nearest(path.name, beside, likeness=0.7)
+    close = path.parent / folder if folder else nearest(name, shape_names())
     looks_like_path = name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith(".json")
     if looks_like_path or "/" not in name:
         raise UserError(
-            "model_name_or_path is neither a folder nor a hub name nor a shape",
+            f"model_name_or_path is no folder{'' if path.is_absolute() else f' in {Path.cwd()}'}, no hub name and no shape",
             got=name,
             allowed=f"a folder with a config.json, owner/name, or {', '.join(shape_names())}",
-            do=f"Did you mean {close}?" if close else None,
+            do=f"Did you mean {close}?" if close else "Check its spelling",
             option="model_name_or_path",
         )
     from huggingface_hub import hf_hub_download, try_to_load_from_cache  # a quarter of a second, so only here
@@ -228,6 +239,8 @@ def _from_hub(name: str, revision: str | None) -> Path:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(
             f"the configuration of {name} is neither in the hub's cache nor can it be fetched: {reason}",
-            do="Check the name, model_revision, HF_TOKEN and HF_HUB_OFFLINE, or give a folder",
+            do=f"Did you mean the folder {path.parent / folder}?"
+            if folder
+            else "Check the name, model_revision, HF_TOKEN and HF_HUB_OFFLINE, or give a folder",
             option="model_name_or_path",
         ) from error

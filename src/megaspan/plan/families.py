@@ -122,12 +122,14 @@ def need(config: Mapping[str, Any], *names: str) -> int:
     """The first of several names of a positive whole number.
 
     Raises:
-        UserError: the configuration has none of them.
+        UserError: the configuration has none of them, or another value.
     """
     for name in names:
         value = config.get(name)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value
+        if value is not None:
+            raise UserError(f"{name} of the model's configuration is no whole number of at least 1", got=value)
     raise UserError(
         f"the model's configuration has no {' or '.join(names)}",
         found=config.get("model_type", "no model_type"),

@@ -46,7 +46,8 @@ def export(source: Path | str, out: Path | str, *, merge: bool = False) -> Path:
     """
     source, out = Path(source), Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out} exists and is not empty; nothing was written", do="Name a new folder")
+        what = "exists and is not empty" if out.is_dir() else "is a file"
+        raise UserError(f"{out} {what}; nothing was written", do="Name a new folder")
     folder = _model_in(source)
     if read_manifest(folder) is not None:
         if merge and not (folder / "adapter_config.json").exists():
