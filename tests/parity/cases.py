@@ -166,8 +166,11 @@ def plan_of(case: Case) -> dict[str, Any]:
 
 
 def is_moe_balanced(case: Case) -> bool:
-    """Whether the family's balance loss is on. Checkpointed layers keep no router logits, which is refused; and it counts padding
-    that was asked for, where transformers' own mask would leave it out."""
+    """Whether the family's balance loss is on.
+
+    Checkpointed layers keep no router logits, which is refused; and it counts padding that was asked for, where transformers'
+    own mask would leave it out.
+    """
     return case["family"] == "qwen3_moe" and case["path"] != "whole" and case["rows"] != "padded"
 
 

@@ -33,7 +33,17 @@ from tests.attention.rows import visible
 from tests.layers.test_streamed_ranks import by_hand
 from tests.model.support import settings
 from tests.models import HIDDEN, assert_same_gradients, gradients, tiny
-from tests.parity.cases import EXPERTS, FAMILIES, IGNORED, LAYERS, is_moe_balanced, plan_of, seen_by_the_label, stretches, window_of
+from tests.parity.cases import (
+    EXPERTS,
+    FAMILIES,
+    IGNORED,
+    LAYERS,
+    is_moe_balanced,
+    plan_of,
+    seen_by_the_label,
+    stretches,
+    window_of,
+)
 from tests.parity.pairwise import Case
 
 CPU, RUN, STEP, RATE = torch.device("cpu"), 7, 3, 0.3
@@ -214,21 +224,21 @@ def check_pairs(share: Share, row: Row) -> None:
         assert found == [PAIRS_OF_64[mask] for mask in masks]
 
 
-_PROVEN: set[tuple[type, bool]] = set()
+_PROVEN: set[str] = set()
 _FAMILIES: dict[tuple[type, bool], str | None] = {}
 
 
 @contextmanager
 def _proven(case: Case) -> Iterator[None]:
-    """The proofs at load, once a class and number of heads: they are no part of what is compared here."""
-    key = case["family"], case["heads"], case["trains"]
+    """The proofs at load, once a family, on one and two ranks: they are no part of what is compared here."""
     with ExitStack() as patches:
-        patches.enter_context(patch("megaspan.layers.streamed.prove_family", _prove_once))
-        if key in _PROVEN:
+        few = math.prod(case["mesh"]) <= 2
+        patches.enter_context(patch("megaspan.layers.streamed.prove_family", _prove_once if few else lambda *_: None))
+        if case["family"] in _PROVEN or not few:
             patches.enter_context(patch("megaspan.model.proof.reference", lambda model: None))
             patches.enter_context(patch("megaspan.model.proof.prove_attention", lambda model, before: None))
         yield
-    _PROVEN.add(key)
+    _PROVEN.add(case["family"])
 
 
 def _prove_once(model: nn.Module, fused: bool = True) -> str | None:
@@ -263,7 +273,9 @@ def told(found: Found | None, like: Found, owner: int) -> Found:
 
 
 def compare(case: Case, got: Found, want: Found) -> None:
-    """Loss 1e-6 relative (5e-6 of few tokens with experts), each gradient 1e-5 (1e-4 with experts); counts are equal; nothing else is seen by a single label.
+    """Counts are equal, loss 1e-6 relative (5e-6 of few tokens with experts), each gradient 1e-5 (1e-4 with experts).
+
+    And a single label sees what it should and nothing else.
 
     Raises:
         AssertionError: they are not.
