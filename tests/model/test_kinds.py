@@ -1,4 +1,4 @@
-"""Models whose rows cannot lie on several ranks are refused by the name of the layer (R65, R66), and no others."""
+"""Models whose rows cannot lie on several ranks are refused by the name of the layer (R39), and no others."""
 
 from __future__ import annotations
 
