@@ -57,7 +57,15 @@ def test_units_are_powers_of_two(count, unit):
 
 
 @pytest.mark.parametrize(
-    ("size", "text"), [(0, "0 B"), (1023, "1023 B"), (2**30 * 38, "38.0 GiB"), (2**41, "2.00 TiB"), (2**50, "1024.0 TiB"), (-(2**20), "-1.0 MiB")]
+    ("size", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (2**30 * 38, "38.0 GiB"),
+        (2**41, "2.00 TiB"),
+        (2**50, "1024.0 TiB"),
+        (-(2**20), "-1.0 MiB"),
+    ],
 )
 def test_bytes_are_printed_in_binary_units(size, text):
     assert format_bytes(size) == text
