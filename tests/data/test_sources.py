@@ -163,6 +163,32 @@ def test_a_folder_below_that_may_not_be_read_is_not_left_out_silently(tmp_path: 
         rows_of(tmp_path, tmp_path / "all")
 
 
+def test_a_parquet_file_that_is_damaged_inside_is_a_sentence(cached: Path) -> None:
+    """Its end, which is read first, is whole."""
+    path = parquet(cached / "d.parquet", text=["one two three " * 200] * 50)
+    data = bytearray(path.read_bytes())
+    data[4 : len(data) // 2] = bytes(len(data) // 2 - 4)
+    path.write_bytes(data)
+    with pytest.raises(UserError, match=r"d\.parquet is damaged behind record 0: .* Write or copy it again"):
+        rows_of(cached, path)
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ('{"text": ' + "[" * 5000 + "]" * 5000 + "}", "line 1 is no JSON: it is nested too deeply"),
+        ('{"text": "a" "b"}', "line 1 is no JSON: Expecting ',' delimiter, at character 14; allowed: one JSON object a line"),
+        ('["a"]', r'line 1 holds a list; .* \{"text": "…"\}'),
+        ('{"input_ids": [1, null]}', "column 'input_ids' holds a list with null in it; allowed: a flat list"),
+        ('{"input_ids": [1, 99999999999999999999]}', "a list with a number beyond 64 bits"),
+    ],
+)
+def test_a_line_that_cannot_be_read_says_what_is_wrong_with_it(tmp_path: Path, line: str, sentence: str) -> None:
+    (tmp_path / "d.jsonl").write_text(line + "\n")
+    with pytest.raises(UserError, match=sentence):
+        rows_of(tmp_path, tmp_path / "d.jsonl")
+
+
 def test_a_folder_of_files_that_cannot_be_read_says_why(tmp_path: Path) -> None:
     (tmp_path / "all").mkdir()
     (tmp_path / "all" / "latin.txt").write_bytes(b"\xe4\xf6")

@@ -52,6 +52,9 @@ def prepare_rows(
     Raises:
         UserError: no data, no text in it, nothing to train, more lost than `max_lost_tokens`, an illegal padding.
     """
+    if config.max_length < 2:
+        what = "a row of one token has nothing to train: each token is predicted from those before it"
+        raise UserError(what, got=config.max_length, allowed="2 or more", option="max_length")
     multiple = config.pad_to_multiple_of
     if multiple and config.max_length % multiple:
         raise UserError(

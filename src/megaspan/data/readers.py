@@ -140,7 +140,7 @@ class JsonLines(Source):
         place = f"{self._path}, line {number}"
         try:
             record = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
             do = "Mend or remove this line; a file of one long list is not read, nor is an object over several lines"
             raise UserError(f"{place} is no JSON: {_why(error)}", allowed="one JSON object a line", do=do) from error
         if not isinstance(record, dict):
@@ -152,10 +152,12 @@ class JsonLines(Source):
         return self._renderer.render(record, place)
 
 
-def _why(error: UnicodeDecodeError | json.JSONDecodeError) -> str:
+def _why(error: UnicodeDecodeError | json.JSONDecodeError | RecursionError) -> str:
     """What is wrong with a line, and where in it."""
     if isinstance(error, UnicodeDecodeError):
         return f"byte {error.start + 1} is not UTF-8"
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
     return f"{error.msg.removesuffix(' at')}, at character {error.pos + 1}"
 
 

@@ -200,6 +200,10 @@ def _kind(value: Any) -> str:
     names = {"list": "a list", "dict": "a mapping", "int": "a number", "float": "a number", "bool": "true or false"}
     name = type(value).__name__
     if isinstance(value, list) and value:
+        if None in value:
+            return "a list with null in it"
+        if all(isinstance(item, int) for item in value):
+            return "a list with a number beyond 64 bits"
         inner = type(value[0]).__name__
         return f"a list of {({'list': 'lists', 'dict': 'mappings', 'str': 'texts', 'float': 'fractions'}).get(inner, inner)}"
     return names.get(name, name)

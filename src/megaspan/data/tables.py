@@ -41,7 +41,7 @@ class Parquet(Source):
 
         try:
             file = pq.ParquetFile(self._path)
-        except pa.ArrowInvalid as error:
+        except (pa.ArrowException, OSError) as error:
             do = "Write it again, or rename it if it is something else"
             raise UserError(f"{self._path} is no parquet file: {str(error).splitlines()[0]}", do=do) from error
         with file:
@@ -50,7 +50,15 @@ class Parquet(Source):
             size = sum(group.total_byte_size for group in groups)
             batch = _batch_size(size, file.metadata.num_rows)
             number = 0
-            for table in file.iter_batches(batch_size=batch, columns=list(renderer.columns)):
+            tables = file.iter_batches(batch_size=batch, columns=list(renderer.columns))
+            while True:
+                try:
+                    table = next(tables, None)
+                except (pa.ArrowException, OSError) as error:
+                    what = f"{self._path} is damaged behind record {number}: {str(error).splitlines()[0]}"
+                    raise UserError(what, do="Write or copy it again") from error
+                if table is None:
+                    return
                 for record in _arrow_records(table):
                     number += 1
                     yield renderer.render(record, f"{self._path}, record {number}")
