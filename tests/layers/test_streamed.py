@@ -435,3 +435,16 @@ def test_head_groups_that_ranks_share_are_counted_as_they_run():
         plan = LayerPlan(tile_tokens=5, kv_heads_per_call=1, sp_size=sp_size)
         _, streaming = streamed(plain, plan, keep=policy(2, "disk"))
         assert len(streaming.on_disk(4096)) == 2 + 2 * 2 * groups
+
+
+def test_hooks_of_parameters_run_once():
+    """In tiles a hook would run for each tile, and for their sum again: such a layer runs whole."""
+    plain = tiny("qwen3")
+    model, streaming = streamed(plain)
+    _, got = step(plain, batch(23))
+    for parameter in model.model.layers[0].parameters():
+        parameter.register_hook(lambda gradient: 0.5 * gradient)
+    of_hooked = "model.layers.0."
+    want = {name: gradient * (0.5 if name.startswith(of_hooked) else 1) for name, gradient in got.items()}
+    assert_same_gradients(step(model, batch(23))[1], want, 1e-5)
+    assert streaming.stats().passed_on == 1

@@ -215,6 +215,31 @@ def test_experts_run_whole() -> None:
     assert all(module.training for module in layer.modules())
 
 
+def test_an_mlp_that_changes_itself_in_training_runs_whole() -> None:
+    """Statistics of a batch, which the trial in evaluation does not see; they are as before, too."""
+    layer: Any = copy.deepcopy(whole("phi").model.layers[0])
+    width = layer.mlp.fc1.out_features
+    layer.mlp.activation_fn = nn.Sequential(nn.Flatten(0, 1), nn.BatchNorm1d(width).double(), nn.Unflatten(0, (1, -1)))
+    assert find_mlps(layer, HIDDEN) == ([], ["mlp (PhiMLP) changes its buffers in training"])
+    assert all(module.training for module in layer.modules())
+    assert not layer.mlp.activation_fn[1].running_mean.any()
+
+
+def test_hooks_inside_see_the_whole_row_and_those_of_parameters_run_once() -> None:
+    plain = copy.deepcopy(whole("phi"))
+    for length in (7, 23):
+        want = {name: 0.5 * gradient for name, gradient in backward(plain, length)[1].items()}
+        model, _ = tiled(plain)
+        for parameter in model.parameters():
+            parameter.register_hook(lambda gradient: 0.5 * gradient)
+        assert_same_gradients(backward(model, length)[1], want, 1e-5)
+    model, _ = tiled(plain)
+    rows: list[int] = []
+    model.model.layers[0].mlp.fc1.register_forward_hook(lambda module, given, out: rows.append(out.shape[1]))
+    backward(model, 23)
+    assert rows == [23, 23]
+
+
 def test_a_layer_that_draws_in_its_own_code_runs_whole() -> None:
     """A tile that runs again would draw other numbers."""
     model, checkpointing = tiled(whole("phi"))

@@ -328,7 +328,7 @@ def loading_holds_little_more_than_shards(rank: int, world: int, folder: str, sm
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     before, libraries = _status("VmRSS"), _status("RssFile")
     loaded = load_sharded(args, "cpu", mesh_of(world))
-    touched = _status("RssFile") - libraries  # pages of libraries that a forked rank had not looked at; no file is open any more
+    touched = _status("RssFile") - libraries  # pages of libraries, new to a forked rank; no file is open
     above = torch.tensor(float(_status("VmHWM") - before - touched))
     held = sum(local(parameter).numel() * 2 for parameter in loaded.model.parameters())
     assert held < 0.6 * size

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 from megaspan.human import UserError
 from tests.trainer.support import assert_same_bits, documents, model_folder, trainer, weights
@@ -58,3 +58,25 @@ def test_bf16_is_what_the_model_is_in(tmp_path, model_folder, bf16, dtype, sente
     with pytest.raises(UserError, match=sentence):
         trainer(model, tmp_path, DATA, max_steps=1, bf16=bf16)
     trainer(model, tmp_path, DATA, max_steps=1, bf16=not bf16)
+
+
+def test_gradients_that_were_there_before_are_none_of_the_runs(tmp_path, model_folder):
+    """The model's own, and those of a run that failed between its backward and its update."""
+    options = {"max_steps": 1, "logging_steps": 1, "learning_rate": 1e-3}
+    clean = trainer(model_folder, tmp_path / "clean", DATA, **options)
+    clean.train()
+
+    class Fails(TrainerCallback):
+        def on_pre_optimizer_step(self, *_, **__):
+            raise ZeroDivisionError
+
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(ZeroDivisionError):
+        trainer(model, tmp_path / "failed", DATA, callbacks=[Fails()], **options).train()
+    again = trainer(model, tmp_path / "again", DATA, **options)
+    again.train()
+    norms = [[each["grad_norm"] for each in run.state.log_history if "grad_norm" in each] for run in (clean, again)]
+    assert norms[0] == norms[1]
+    assert_same_bits(weights(again.model), weights(clean.model))

@@ -25,11 +25,10 @@ from megaspan.attention import AttentionCall
 from megaspan.layers.family import Family, before, normed
 from megaspan.layers.fused import ACTIVATIONS, FORMS, Fused, RmsNorm, activate, rms_norm
 from megaspan.layers.norms import class_forward, norm_epsilon
-from megaspan.layers.tile import drawing
+from megaspan.layers.tile import HOOKS, drawing
 
 _PROJECTIONS, _HEAD_NORMS = ("q_proj", "k_proj", "v_proj"), ("q_norm", "k_norm")
 _MLP = {"gate_proj", "up_proj", "down_proj"}
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # Of tokens a trial has: so many that the compiler, which sees this length first, plans for long tiles.
 _COMPILED_TOKENS, _PLAIN_TOKENS = 4096, 8
 # Sizes of hidden states in a trial: a clamp bites at some, a bias shows at others.
@@ -122,7 +121,7 @@ def _projected(projection: Any, hidden: Tensor, heads: slice | None, size: int) 
     if heads is None:
         return projection(hidden).unflatten(-1, (-1, size))
     plain = type(projection) is nn.Linear and "forward" not in projection.__dict__
-    if not plain or any(getattr(projection, hooks) for hooks in _HOOKS):
+    if not plain or any(getattr(projection, hooks) for hooks in HOOKS):
         return projection(hidden).unflatten(-1, (-1, size))[..., heads, :]
     rows = slice(heads.start * size, heads.stop * size)
     bias = None if projection.bias is None else projection.bias[rows]
@@ -135,7 +134,7 @@ def _hooked(module: Any) -> bool:
     Those stay on a model for good after one call that asks for any (`output_router_logits`); a call that asks for attention's
     does not stream.
     """
-    hooks = [hook for name in _HOOKS for hook in getattr(module, name).values()]
+    hooks = [hook for name in HOOKS for hook in getattr(module, name).values()]
     return any(getattr(hook, "__module__", "") != "transformers.utils.output_capturing" for hook in hooks)
 
 

@@ -36,6 +36,7 @@ from megaspan.layers.selfcheck import prove_family
 from megaspan.layers.shards import compute_dtype, gathered
 from megaspan.layers.stream import Counts, LayerPlan, LayerRun
 from megaspan.layers.tape import Stores, Tape, most_waiting, passing
+from megaspan.layers.tile import hooked_parameters
 from megaspan.layers.tokenwise import tile_final_norm
 from megaspan.memory.disk import DiskTier
 from megaspan.plan.keep import KeepPolicy, LayerKeep, Place
@@ -323,7 +324,8 @@ class Streaming:
             return self._inside_hooks(layer, index, family, checkpointed, function, *args)
         arguments = dict(getattr(function, "keywords", {}))
         x = args[0] if args else arguments.pop("hidden_states", None)
-        if len(args) > 1 or not _known_call(layer, x, arguments) or self.general.dropout.cover(layer) is not None:
+        known = len(args) <= 1 and _known_call(layer, x, arguments) and not hooked_parameters(layer)
+        if not known or self.general.dropout.cover(layer) is not None:
             self._counts.passed_on += 1
             with self._watching(index, layer):
                 return checkpointed(function, *args)

@@ -12,7 +12,10 @@ from contextlib import contextmanager
 from typing import final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""Where a module keeps somebody's hooks."""
 
 # Rows of a matrix product in multiples of this keep the tensor cores full; only the last tile is uneven.
 _MULTIPLE = 128
@@ -26,6 +29,11 @@ def tiles(tokens: int, tile_tokens: int) -> list[slice]:
     if tile_tokens % _MULTIPLE == 0:
         size = -(-size // _MULTIPLE) * _MULTIPLE
     return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
+
+
+def hooked_parameters(module: nn.Module) -> bool:
+    """Whether somebody's hook changes a parameter's gradient: in tiles it would run for each tile, and for the sum again."""
+    return any(parameter._backward_hooks for parameter in module.parameters())
 
 
 @final

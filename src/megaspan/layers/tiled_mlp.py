@@ -27,6 +27,7 @@ from megaspan.attention.seam import is_attention
 from megaspan.layers.dropout import DropoutHandle
 from megaspan.layers.reuse import Reuse
 from megaspan.layers.routing import chooses
+from megaspan.layers.tile import HOOKS, drawing, hooked_parameters
 from megaspan.layers.tokenwise import by_tiles
 
 _TOKENS, _PART, _STEP = 11, 4, 3
@@ -75,8 +76,10 @@ class TiledForward:
         own = type(module).forward
         given = [*args, *kwargs.values()]
         x = given[0] if len(given) == 1 and tiling.allowed else None
-        if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[0] != 1 or x.shape[1] <= tiling.tile_tokens:
+        tiled = isinstance(x, Tensor) and x.ndim == 3 and x.shape[0] == 1 and x.shape[1] > tiling.tile_tokens
+        if not tiled or _watched(module):
             return own(module, *args, **kwargs)
+        assert x is not None
         place = tiling.dropout.here
 
         def on_tile(tile: Tensor, tokens: slice) -> Tensor:
@@ -124,11 +127,34 @@ def _why_not(part: nn.Module, width: int, matrix: Tensor) -> str | None:
     x, other = (torch.randn(1, _TOKENS, width, device=matrix.device, dtype=matrix.dtype, generator=generator) for _ in range(2))
     try:
         with torch.no_grad(), _evaluating(part):
-            return "chooses experts" if chooses(part, x) else _mixes(part, x, other)
+            if chooses(part, x):
+                return "chooses experts"
+            return "changes its buffers in training" if _changes_itself(part, x) else _mixes(part, x, other)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # somebody's module: it runs whole, as it always does
         return f"did not run on a trial: {type(error).__name__}: {str(error)[:120]}"
+
+
+def _watched(module: nn.Module) -> bool:
+    """Whether somebody's hooks look inside: they would see tiles."""
+    inside = (each for each in module.modules() if each is not module)
+    return hooked_parameters(module) or any(getattr(each, hooks) for each in inside for hooks in HOOKS)
+
+
+def _changes_itself(part: nn.Module, x: Tensor) -> bool:
+    """Whether training changes a buffer, as statistics of a batch do: each tile would, and again in its second run."""
+    buffers = {name: buffer.clone() for name, buffer in part.named_buffers()}
+    if not buffers:
+        return False
+    with drawing(0, x.device):
+        part.train()
+        part(x)
+    changed = [name for name, buffer in part.named_buffers() if not torch.equal(buffer, buffers[name])]
+    for name, buffer in part.named_buffers():
+        buffer.copy_(buffers[name])
+    part.eval()
+    return bool(changed)
 
 
 def _mixes(part: nn.Module, x: Tensor, other: Tensor) -> str | None:

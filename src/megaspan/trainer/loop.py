@@ -69,6 +69,7 @@ class Loop:
         self._accumulator = Accumulator(self.job.model, self.job.share, self.args.seed)
         self.job.watch_layers(self._layer)
         self.job.model.train()
+        self.optimizer.zero_grad()  # of a call that failed, of another trainer, or the model's own
         self.callbacks.control.should_training_stop = False
         self.callbacks.call("on_train_begin")
         try:
