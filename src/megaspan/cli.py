@@ -135,7 +135,10 @@ def _export(call: Call) -> Result:
     from megaspan import store
 
     out = store.export(call.places[0], call.places[1], merge="merge" in call.own)
-    return Result(f"{out} is a folder that plain transformers or peft loads", {"out": str(out)})
+    adapter = (out / "adapter_config.json").exists()
+    told = ", as README.md in it says" * (out / "README.md").exists()
+    readers = f"peft loads onto its base model{told}" if adapter else "plain transformers loads"
+    return Result(f"{out} is a folder that {readers}", {"out": str(out)})
 
 
 def _env(call: Call) -> Result:
@@ -150,7 +153,7 @@ _NPROC = {"nproc": Flag("processes, one per GPU; without it one for each visible
 _ONE = {"nproc": Flag("only 1: evaluation runs on one device", "N")}
 _REHEARSE = {"rehearse": Flag("run every allocation and copy of a step on this machine, attention left out")}
 _PLANNED = {"nproc": Flag("plan for N processes; without it as many as the sizes multiply to", "N")}
-_SHOW = {"show": Flag("print row N with its trained tokens marked", "N")}
+_SHOW = {"show": Flag("print row N, counted from 0, with its trained tokens marked", "N")}
 _MERGE = {"merge": Flag("of a LoRA run, the base model with the adapter merged into it")}
 VERBS = {
     "train": Verb(

@@ -498,3 +498,19 @@ def test_what_can_fit_is_found(
     assert found.used == memory(facts, found.settings)
     group = found.settings.kv_heads_per_call
     assert group is None or facts.kv_heads % group == 0
+
+
+@pytest.mark.parametrize(
+    ("tokens", "host", "words"),
+    [
+        (131_072, "1TiB", " (without attention)"),
+        (131_072, "12GiB", " (without attention in {kept} of 36 layers)"),
+        (1_048_576, "20GiB", ""),
+    ],
+)
+def test_checkpointing_costs_what_the_plan_says_of_attention(tokens: int, host: str, words: str) -> None:
+    made = plan(tokens, host_memory=host, memory_limit="60GiB")
+    kept = made.keep.outputs
+    assert ((kept == 36), (kept == 0)) == ((host == "1TiB"), (words == ""))
+    assert lever(made, "checkpointing").cost.startswith("a second forward" + words.format(kept=kept))
+    assert ("(" in lever(made, "checkpointing").cost) == bool(words)

@@ -51,10 +51,18 @@ class Turn:
     changes: dict[str, Any]
 
 
+def _spared(facts: ModelFacts, s: Settings) -> str:
+    """What a second forward leaves out."""
+    kept = s.policy(facts.layers).outputs if s.streamed else 0
+    if kept in (0, facts.layers):
+        return " (without attention)" if kept else ""
+    return f" (without attention in {kept} of {facts.layers} layers)"
+
+
 def turns(facts: ModelFacts, s: Settings) -> tuple[Turn, ...]:
     """Every lever, with what it saves now (when on) or would save (when off), the least costly first."""
     pure = not s.masters and s.compute_bytes == 2
-    again = "a second forward (without attention)" if s.streamed else "a second forward"
+    again = "a second forward" + _spared(facts, s)
     everything = {"checkpoint": False, "offload": False}
     table: list[tuple[str, bool, dict[str, Any], dict[str, Any], str, str]] = [
         ("checkpointing", s.checkpoint, {"checkpoint": True}, everything, "gradient_checkpointing: true", again),

@@ -38,9 +38,10 @@ def layer_reasons(facts: ModelFacts, s: Settings, used: Memory) -> list[str]:
     elif s.layer_tile < s.tokens:
         reasons.append(f"layers run in tiles of {format_tokens(s.layer_tile)} tokens, attention over the whole row")
     if s.streams and s.kv_heads_per_call:
+        shares = "what ranks exchange for the next ones travels meanwhile" if s.ranks.row > 1 else "all at once have no room"
         reasons.append(
             f"attention takes {s.kv_heads_per_call} of {facts.kv_heads} KV heads a call, with what they need of q, k, v, "
-            "gradients and sums: all of them at once have no room"
+            f"gradients and sums: {shares}"
         )
     if s.streams and s.stream_back:
         reasons.append("what waits on the host comes back tile by tile: whole rows a layer ahead have no room")
