@@ -25,13 +25,14 @@ IMPORTS = ("torch.distributed.fsdp", "megaspan.model", "megaspan.trainer.sft", "
 FAMILIES = ("gemma2", "gemma3", "gpt_oss", "granite", "llama", "mistral", "olmo2", "qwen3", "qwen3_moe")
 
 
-def run_ranks(world: int, cases: Sequence[Case], *, seconds: float = 60) -> None:
+def run_ranks(world: int, cases: Sequence[Case], *, seconds: float = 60, fresh: bool = False) -> None:
     """Calls each `function(rank, world, *arguments)` on all ranks, in order; the first failure of any rank fails the test.
 
     Args:
         world: number of ranks.
         cases: functions of a module, and their arguments.
         seconds: that a rank waits for another one.
+        fresh: ranks are no forks: they read the environment at their start, as malloc does; each imports for 9 s.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -40,7 +41,7 @@ def run_ranks(world: int, cases: Sequence[Case], *, seconds: float = 60) -> None
     models = [f"transformers.models.{family}.modeling_{family}" for family in FAMILIES]
     multiprocessing.set_forkserver_preload([*IMPORTS, *models])
     arguments = (world, port, list(cases), seconds, dict(os.environ))
-    mp.start_processes(_rank, arguments, nprocs=world, start_method="forkserver")
+    mp.start_processes(_rank, arguments, nprocs=world, start_method="spawn" if fresh else "forkserver")
 
 
 def _rank(rank: int, world: int, port: int, cases: list[Case], seconds: float, environ: dict[str, str]) -> None:
