@@ -49,7 +49,8 @@ def say(**result: Any) -> None:
             return
         result["rank"] = started.rank
     sys.stdout.flush()
-    sys.stdout.write("RESULT " + json.dumps(result) + "\n")  # one write: ranks share the pipe
+    # Ranks share the pipe, and the end of another one's line may come late.
+    sys.stdout.write("\nRESULT " + json.dumps(result) + "\n")
     sys.stdout.flush()
 
 

@@ -13,10 +13,10 @@ from benchmarks.outcome import Outcome
 
 from benchmarks import running
 
-SAY = """
+SAY = r"""
 import json, os, sys, time
 def say(**result):
-    print("RESULT " + json.dumps(result | {"rank": int(os.environ.get("RANK", 0))}), flush=True)
+    print("\nRESULT " + json.dumps(result | {"rank": int(os.environ.get("RANK", 0))}), flush=True)
 rank = int(os.environ.get("RANK", 0))
 """
 STEP = {"seconds": 1.0, "peak_bytes": 8, "reserved_bytes": 9, "host_bytes": 10}
@@ -137,6 +137,7 @@ def test_trl_is_started_as_its_guide_says(tmp_path):
     assert (made["mixed_precision"], made["parallelism_config"]) == ("bf16", {"parallelism_config_cp_size": 4})
 
 
+@pytest.mark.full  # 13 s of two cores; one rank's dials are held by test_case.py
 def test_dials_are_turned_on_every_rank():
     """Few layers of two ranks run as the whole model's plan says, as on one."""
     dials = {"kind": "outputs", "layer_tile_tokens": 40, "kv_heads_per_call": 1, "stream_back": True, "again": "host"}
