@@ -89,6 +89,13 @@ def test_every_option_group_is_in_the_readme():
     assert re.findall(r"^\| ([A-Z][\w ]+) \|", table, re.MULTILINE) == [title for title, _ in GROUPS]
 
 
+def test_making_the_environment_shows_what_it_is_at():
+    """It takes minutes, in which `pip install -q` says nothing."""
+    recipe = (ROOT / "Makefile").read_text("utf-8").split("$(READY):")[1]
+    assert re.search(r"\becho .* downloads torch", recipe)
+    assert re.search(r"pip install (?!-q|--quiet)", recipe)
+
+
 @pytest.mark.parametrize("path", PAGES, ids=name_of)
 def test_commands_of_the_pages_exist(path):
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
