@@ -100,7 +100,7 @@ SECONDS = 300  # that a rank may wait for another on a machine that does somethi
 
 
 def masters(meshes: Any) -> list[Case]:
-    return [PLAIN | {"mesh": mesh, "rows": "packed", "path": "segments"} for mesh in meshes]
+    return [with_heads(PLAIN | {"mesh": mesh, "rows": "packed", "path": "segments"}) for mesh in meshes]
 
 
 def nothing_trained(rank: int, world: int) -> None:
