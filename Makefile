@@ -25,8 +25,8 @@ demo-yarn: $(READY)  ## loss by position past a real model's window, with and wi
 test: $(READY)  ## the CPU tests
 	$(BIN)/python -m pytest -n 2 -m "not gpu and not full" $(TESTS)
 
-test-all: $(READY)  ## the CPU tests with the full cross of levers
-	$(BIN)/python -m pytest -n 2 -m "not gpu"
+test-all: $(READY)  ## the CPU tests with the full cross of levers, and other drawn examples each time
+	$(BIN)/python -m pytest -n 2 -m "not gpu" --hypothesis-profile=others
 
 test-gpu: $(READY)  ## the tests that need an NVIDIA GPU
 	$(BIN)/python -m pytest -m gpu

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megaspan.config import SFTConfig, load_config
@@ -182,6 +182,7 @@ def test_a_wrong_flag_is_one_sentence(flags, sentence):
         st.text(max_size=8), st.recursive(st.none() | st.booleans() | st.floats() | st.text(max_size=5), st.lists, max_leaves=4)
     )
 )
+@example({"self": None})
 @settings(max_examples=60, deadline=None)
 def test_nothing_but_our_errors_ever_comes_out(options):
     with contextlib.suppress(UserErrors):

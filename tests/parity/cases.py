@@ -48,7 +48,7 @@ EXPERTS = ("gpt_oss", "qwen3_moe")  # in fp32: torch multiplies groups of expert
 # window of all of them.
 ROWS: dict[str, tuple[tuple[int, ...], ...]] = {
     "plain": ((64,), (20,), (44,), (26,)),
-    "long": ((698, 3, 1), (101,), (37,), (127,)),
+    "long": ((698, 3, 1), (101,), (698,), (37,)),
     "packed": ((13, 1, 20, 9), (5, 17, 2), (1, 1, 19, 8), (30, 3)),
     "edges": ((6,) * 8, (12,) * 6, (24, 6, 6, 12), (12,) * 4),
     "singles": ((*(1,) * 7, 9, *(1,) * 6), (1,) * 13, (2, *(1,) * 9), (1,) * 5),
@@ -65,7 +65,8 @@ PATHS: dict[str, dict[str, Any]] = {
     "whole": {"keep": None},
 }
 
-# How many labels the rows have: all; none in the last one; one in the whole window; in turn 5, 64, 0 and 1, all at one place.
+# How many labels the rows have: all; none in the last one; one in the whole window; in turn 5, 64, 0 and 1, side by side, from
+# one of them on, so that a rank may have all or none.
 LABELS = ("all", "none in one", "one", "uneven")
 UNEVEN = (5, 64, 0, 1)
 
@@ -108,7 +109,7 @@ def window_of(case: Case) -> tuple[list[Row], int]:
     """
     data = math.prod(case["mesh"][:2])
     count = data * (1 if case["window"] == "one" else 2) - (case["window"] == "odd" and data > 1)
-    count = max(count, {"none in one": 2, "uneven": len(UNEVEN)}.get(case["labels"], 1), 17 * (case["rows"] == "1 to 17"))
+    count = max(count, 1 if case["labels"] in ("all", "one") else 2, 17 * (case["rows"] == "1 to 17"))
     first = _seed(case) % count
     # The one label is in the first row from here that has a token to train.
     with_one = next((n for n in (*range(first, count), *range(first)) if max(_documents(case, n)) > 1), -1)
@@ -130,7 +131,7 @@ def _row(case: Case, number: int, chosen: bool) -> Row:
         "all": tokens,
         "none in one": 0 if chosen else tokens,
         "one": int(chosen),
-        "uneven": UNEVEN[number % len(UNEVEN)],
+        "uneven": UNEVEN[(number + _seed(case)) % len(UNEVEN)],
     }[case["labels"]]
     labelled = np.flatnonzero(labels != IGNORED)
     first = draw.integers(max(1, len(labelled) - wanted + 1))
@@ -146,7 +147,8 @@ def _documents(case: Case, number: int) -> tuple[int, ...]:
         return (int(np.random.default_rng(_seed(case)).permutation(17)[number % 17]) + 1,)
     if case["rows"] == "1 to 17":
         return (number % 17 + 1,)
-    return ROWS[case["rows"]][number % 4]
+    # Of long rows, which take time, a window has the pack or the single one.
+    return ROWS[case["rows"]][(number + _seed(case) * (case["rows"] == "long")) % 4]
 
 
 def _seed(case: Case) -> int:

@@ -209,7 +209,7 @@ class SFTConfig(BaseModel):
 
     if not TYPE_CHECKING:  # type checkers see the fields in place of this signature
 
-        def __init__(self, **options: Any) -> None:
+        def __init__(self, /, **options: Any) -> None:
             values, written, errors = foreign.translate(options, type(self).model_fields)
             values, more = nested.check(values)
             errors += more
@@ -239,7 +239,7 @@ class SFTConfig(BaseModel):
                     f"a configuration cannot be changed: {name}", do=f"Write config = config.replace({name}={value!r})"
                 )
 
-    def replace(self, **changes: Any) -> SFTConfig:
+    def replace(self, /, **changes: Any) -> SFTConfig:
         """A copy with some options changed, checked as a whole."""
         return type(self)(**{**self.given(), **changes})
 
