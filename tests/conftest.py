@@ -11,8 +11,8 @@ import torch
 from hypothesis import settings
 
 torch.set_num_threads(1)
-# A deadline of milliseconds by the clock fails on a machine that does something else too. And `make test` draws the same examples
-# each time, so that what it says of a change is about the change; `make test-all` draws others.
+# A deadline of milliseconds by the clock fails on a machine that does something else too. And `make test` draws the same
+# examples each time, so that what it says of a change is about the change; `make test-all` draws others.
 settings.register_profile("same", deadline=None, derandomize=True)
 settings.register_profile("others", deadline=None)
 settings.load_profile("same")
