@@ -137,6 +137,16 @@ def test_the_choice_is_reported_for_every_kind_of_layer():
     assert "sinks" in install(tiny("gpt_oss")).reason
 
 
+def test_a_layers_kernel_is_tried_with_its_own_query_heads_a_kv_head(monkeypatch):
+    """FlashAttention 4 is compiled for that number: with another one a kernel would be proven that never runs."""
+    asked = []
+    real = seam_module._kind
+    monkeypatch.setattr(seam_module, "_kind", lambda case, *more: asked.append(case.share) or real(case, *more))
+    install(tiny("qwen3", num_attention_heads=8, num_key_value_heads=2))
+    install(tiny("qwen3", num_attention_heads=4, num_key_value_heads=4))
+    assert asked == [4, 1]
+
+
 def test_kernels_are_tried_on_segments_when_a_packed_row_comes():
     model = tiny("qwen3")
     install(model)

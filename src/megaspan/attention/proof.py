@@ -1,9 +1,10 @@
 """A kernel's proof on this machine: its output and gradients on a short row against the tiled kernel in fp32.
 
 Kernels come from packages that change every week and run on GPUs nobody tried them on; a wrong backward shows in no loss
-curve for a long while. The proof costs milliseconds (and a compilation that the first step would pay anyway) and its error
-is a measured value for the run header. Variable lengths are other code than rows alone, and above 256 segments other code
-again in FlashAttention 4, so a case with segments is tried with few and with many.
+curve for a long while. The proof costs milliseconds and a compilation that the first step would pay anyway, because it is
+of the layer's own kind: FlashAttention 4 is compiled anew for each number of query heads a KV head. Its error is a measured
+value for the run header. Variable lengths are other code than rows alone, and above 256 segments other code again in
+FlashAttention 4, so a case with segments is tried with few and with many.
 """
 
 from __future__ import annotations

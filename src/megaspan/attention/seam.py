@@ -311,11 +311,11 @@ def _choices(
     for module in model.modules():
         if is_attention(module):
             window, softcap = _window_of(module), getattr(module, "attn_logit_softcapping", None)
-            case = case_of(parameter.device, dtype, _head_size(module), window, softcap, length, length)
+            share = _share(module, packed_over or 1)  # kernels are compiled for it, so it is this one that has to be tried
+            case = case_of(parameter.device, dtype, _head_size(module), window, softcap, length, length, share=share)
             sinks = getattr(module, "sinks", None) is not None
             if (case, sinks) not in kinds:
-                share = None if packed_over is None else _share(module, packed_over)
-                kinds[case, sinks] = _kind(case, sinks, parameter.device, prove, packed_over is not None, share)
+                kinds[case, sinks] = _kind(case, sinks, parameter.device, prove, packed_over is not None)
             kind = kinds[case, sinks]
             # What the layer may use later. A kernel that is not there is left out: to look for its package takes 0.1 ms a call.
             module.megaspan_kernels = tuple(kernel for kernel in kind.kernels if kernel.installed())  # type: ignore[assignment]
@@ -337,14 +337,14 @@ class _Kind(NamedTuple):
     unproven: SegmentProof | None
 
 
-def _kind(case: Case, sinks: bool, device: torch.device, prove: bool, packed: bool, share: int | None) -> _Kind:
+def _kind(case: Case, sinks: bool, device: torch.device, prove: bool, packed: bool) -> _Kind:
     if not prove or device.type != "cuda":
         return _Kind(choose_for(case, sinks), KERNELS, choose_for(replace(case, segments=2), sinks) if packed else None, None)
     choice, kernels = choose_proven(case, sinks, device)
     proof = SegmentProof(case, sinks, device, kernels)
     if not packed:
         return _Kind(choice, kernels, None, proof)
-    in_segments, kernels = proof.choose(share)
+    in_segments, kernels = proof.choose(case.share)
     return _Kind(choice, kernels, in_segments, None)
 
 
