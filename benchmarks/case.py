@@ -200,6 +200,7 @@ def run_megaspan(case: dict[str, Any], folder: Path) -> None:
         planned_device_bytes=placed.plan.device_bytes,
         planned_host_bytes=placed.plan.host_bytes,
         planned_seconds=placed.plan.seconds.total,
+        prepared_in=trainer._job.seconds,
     )
     trainer.train()
 

@@ -125,6 +125,7 @@ def environment_of(case: dict[str, Any], mark: str) -> dict[str, str]:
     """The environment of a case's processes."""
     made = dict(os.environ) | {MARK: mark}
     made["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "src"), made.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    made.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # a case need not compile what the one before it compiled
     if case["system"] == "trl" and "PYTORCH_ALLOC_CONF" not in made:
         made.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     if (ranks := layout_of(case).ranks) > 1:
