@@ -149,11 +149,17 @@ def write_shape(folder: Path, config: dict[str, Any]) -> None:
     part.replace(folder / "config.json")
 
 
-def settings(case: dict[str, Any], folder: Path) -> Any:
-    """megaspan's options of a case; the shape's configuration is written into the folder."""
+def settings(case: dict[str, Any], folder: Path, cuda: bool | None = None) -> Any:
+    """megaspan's options of a case; the shape's configuration is written into the folder.
+
+    Args:
+        case: what runs.
+        folder: for the shape and the run.
+        cuda: whether it runs on a GPU; by default as this machine has one.
+    """
     from megaspan import SFTConfig
 
-    cuda = torch.cuda.is_available()
+    cuda = torch.cuda.is_available() if cuda is None else cuda
     write_shape(folder / "shape", shape_of(case))
     lora = case.get("lora", 0)
     own: dict[str, Any] = {"dtype": "bfloat16"} if cuda and not (case.get("masters") or lora) else {}

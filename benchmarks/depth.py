@@ -98,10 +98,8 @@ def case_of(args: argparse.Namespace, layers: int, peer: str | None = None) -> d
 def plan_of(case: dict[str, Any], machine: Machine | None = None) -> Plan:
     """The plan of megaspan's case on this machine, or another; of one rank, where the case has several."""
     with tempfile.TemporaryDirectory() as folder:
-        args = settings(case, Path(folder))
-        if machine is not None and case["limit"]:
-            args = args.replace(memory_limit=case["limit"])
-        return plan_command(args, machine or world.machine())
+        machine = machine or world.machine()
+        return plan_command(settings(case, Path(folder), cuda=machine.device_bytes > 0), machine)
 
 
 def line(points: list[tuple[int, float]]) -> tuple[float, float]:

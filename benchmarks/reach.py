@@ -1,11 +1,12 @@
-"""What 2, 4 and 8 GPUs reach, in commands of ten minutes: `python -m benchmarks.reach --plan eight --json build/reach.jsonl`.
+"""What 1, 2, 4 and 8 GPUs reach, in commands of ten minutes: `python -m benchmarks.reach --plan one --json build/one.jsonl`.
 
 A plan is a list of works for one kind of machine, in the order of their worth. Each is written to the file as it comes; what
 the file holds is not run again, so the same command is given until nothing is left. Before a work begins, its expected seconds
 must fit into what is left of `--seconds`; a smaller one that fits may go before it. `--list` prints the works with the
 planner's prediction, on any machine. Works at part of the depth run with the dials of the whole model's plan.
 
-    two    a quarter of the reference run's layers, 0.6B at a million tokens from 7 and 14 layers
+    one    32,768 tokens beside TRL; kernels; 4B at half a million and 8B at a million tokens inside 80 GiB; the longest row
+    two    131,072 tokens, packed rows, gradients; 0.6B at a million tokens; the same in 80 GiB with twice the host memory
     four   131,072 tokens of the 4B shape on 2 and 4 GPUs; 4B at a million tokens inside 80 GiB
     eight  the reference run beside TRL; 131,072 tokens on 8 GPUs; 4,194,304 tokens of the 8B shape
 """
@@ -18,6 +19,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -85,8 +87,8 @@ def case_of(work: Work) -> dict[str, Any]:
     if case["system"] != "megaspan" or not case["layers"]:
         return case
     whole = plan_of(case | {"layers": 0})
-    kinds = Counter(kinds_of(whole)).most_common(1)
-    return case | ({"dials": dials_of(whole, kinds[0][0])} if kinds else {})
+    kinds = [work.kind] if work.kind else [kind for kind, _ in Counter(kinds_of(whole)).most_common(1)]
+    return case | ({"dials": dials_of(whole, kinds[0])} if kinds else {})
 
 
 def run(args: argparse.Namespace, works: list[Work], record: Record, done: dict[str, dict[str, Any]]) -> list[Work]:
@@ -101,7 +103,10 @@ def run(args: argparse.Namespace, works: list[Work], record: Record, done: dict[
             return open_works
         work, settled = fitting[0]
         print(f"{work.name}: up to {settled.seconds:.0f} s …", file=sys.stderr, flush=True)
-        outcome = record.case(work.name, case_of(settled), min(left, PATIENCE * settled.seconds))
+        limit = min(left, PATIENCE * settled.seconds)
+        outcome = (
+            record.command(work.name, work.command, limit) if work.command else record.case(work.name, case_of(settled), limit)
+        )
         done[work.name] = outcome.as_dict()
         print(sentence(settled, outcome), flush=True)
         open_works.remove(work)
@@ -111,6 +116,8 @@ def sentence(work: Work, outcome: Outcome) -> str:
     """A work's result in words."""
     if outcome.failed:
         return f"{work.name}: {outcome.failed}: {outcome.why}"
+    if work.command:
+        return f"{work.name}: {outcome.wall_seconds:.0f} s in all"
     if work.rehearsal:
         found = outcome.facts.get("rehearsal") or {}
         figures = ", ".join(
@@ -131,7 +138,7 @@ def sentence(work: Work, outcome: Outcome) -> str:
 
 
 def conclusions(works: list[Work], done: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """What several works say together: the whole depth from two of its parts, speed-ups over fewer GPUs."""
+    """What several works say together: the whole depth from two of its parts, ratios to TRL, speed-ups over fewer GPUs."""
     good = {work: done[work.name]["seconds"] for work in works if work.name in done and not done[work.name]["failed"]}
     good = {work: seconds for work, seconds in good.items() if seconds}
     for found in groups(good, lambda work: work.of_layers and (work.shape, work.tokens, work.system, work.layout)):
@@ -140,12 +147,16 @@ def conclusions(works: list[Work], done: dict[str, dict[str, Any]]) -> Iterator[
             a, b = line(points)
             told = f"{a:.2f} s + {b:.2f} s x layers; {depth} of them: {a + b * depth:.1f} s"
             yield f"{found[0].shape}, {format_tokens(found[0].tokens)} tokens, {found[0].layout.name}: {told}"
-    for found in groups(good, lambda work: work.part == "scaling" and (work.shape, work.tokens)):
+    for found in groups(good, lambda work: (work.shape, work.tokens, work.layers, work.layout.ranks, work.documents)):
+        ours, peers = ([work for work in found if work.system == system] for system in ("megaspan", "trl"))
+        for work, peer in product(ours, peers):
+            yield f"{work.name}: {good[work] / good[peer]:.2f} x the time of {peer.name}"
+    for found in groups(good, lambda work: not work.layers and (work.system, work.shape, work.tokens, work.documents)):
         fewest = min(work.layout.ranks for work in found)
         base = min(good[work] for work in found if work.layout.ranks == fewest)
         for work in found:
             if work.layout.ranks > fewest:
-                yield f"{work.name}: {base / good[work]:.2f} x as fast as {fewest} GPUs"
+                yield f"{work.name}: {base / good[work]:.2f} x as fast as {fewest} GPU{'s' * (fewest > 1)}"
 
 
 def groups(works: Iterable[Work], key: Callable[[Work], Any]) -> list[list[Work]]:
@@ -161,7 +172,7 @@ def listed(args: argparse.Namespace, works: list[Work]) -> None:
     """Prints works with the planner's prediction for one rank of the plan's machine."""
     for work in works:
         text = f"{work.part:10} {work.name:34} {work.seconds:4.0f} s"
-        if work.system == "megaspan":
+        if work.system == "megaspan" and not work.command:
             plan = plan_of(work.case(), MACHINES[args.plan])
             seconds = f"{plan.seconds.total:.1f} s a step" if plan.seconds.total else "no seconds"
             sizes = (

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import yaml
 
 from benchmarks.compare import environment
 from benchmarks.outcome import Outcome
-from benchmarks.running import run_case
+from benchmarks.running import run_case, run_command
 
 
 class Record:
@@ -48,6 +49,14 @@ class Record:
 
         outcome = run_case(name, case, timeout, heard)
         self.write(outcome=outcome.as_dict())
+        return outcome
+
+    def command(self, name: str, words: Sequence[str], timeout: float) -> Outcome:
+        """Runs a Python module; what it says is shown as it comes, and is in the outcome."""
+        outcome = run_command(name, words, timeout, lambda line: print(line, end="", flush=True))
+        if self._file is not None:
+            with self._file.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"outcome": outcome.as_dict()}, default=str) + "\n")
         return outcome
 
 

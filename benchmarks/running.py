@@ -17,7 +17,8 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -41,42 +42,68 @@ _ERROR = re.compile(r"^(?:\[rank\d+\]:\s*)?((?:[\w.]*(?:Error|Exception)|megaspa
 def run_case(name: str, case: dict[str, Any], timeout: float, heard: Callable[[dict[str, Any]], None] | None = None) -> Outcome:
     """Run one case and collect what its ranks say, passing on each result, and each step that all ranks have finished."""
     outcome, mark = Outcome(name, case), uuid.uuid4().hex
+
+    def listen(line: str) -> None:
+        if line.startswith("RESULT "):
+            result = json.loads(line.removeprefix("RESULT "))
+            step = outcome.collect(result)
+            if heard is not None and (step or "step" not in result):
+                heard(step or result)
+
+    with tempfile.TemporaryDirectory(prefix="megaspan-case-") as folder:
+        _run(outcome, command_of(case, Path(folder)), environment_of(case, mark), mark, timeout, listen)
+    if outcome.failed is None and (missing := outcome.missing):
+        outcome.failed, outcome.why = "incomplete", missing
+    return outcome
+
+
+def run_command(name: str, words: Sequence[str], timeout: float, heard: Callable[[str], None]) -> Outcome:
+    """Run a Python module, passing on what it says line by line; the last of it is in the outcome, as `said`."""
+    outcome, mark = Outcome(name, {"command": list(words)}), uuid.uuid4().hex
+    said: deque[str] = deque(maxlen=TAIL)
+
+    def listen(line: str) -> None:
+        said.append(line.rstrip("\n"))
+        heard(line)
+
+    environment = environment_of({"system": "command"}, mark) | {"PYTHONUNBUFFERED": "1"}
+    _run(outcome, [sys.executable, "-m", *words], environment, mark, timeout, listen)
+    outcome.facts["said"] = list(said)
+    return outcome
+
+
+def _run(
+    outcome: Outcome, command: list[str], environment: dict[str, str], mark: str, timeout: float, listen: Callable[[str], None]
+) -> None:
+    """Runs processes to their end or `timeout`, hears each line of their stdout, and files how they ended."""
     begun = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="megaspan-case-") as folder, tempfile.TemporaryFile("w+", errors="replace") as talk:
-        command = command_of(case, Path(folder))
-        with subprocess.Popen(
-            command, cwd=ROOT, env=environment_of(case, mark), stdout=subprocess.PIPE, stderr=talk, text=True
-        ) as child:
-            late = threading.Event()
-            timer = threading.Timer(timeout, lambda: (late.set(), end(mark)))
-            over = threading.Thread(target=lambda: (child.wait(), end(mark)), daemon=True)
-            timer.start()
-            over.start()
-            try:
-                assert child.stdout is not None
-                for line in child.stdout:
-                    if line.startswith("RESULT "):
-                        result = json.loads(line.removeprefix("RESULT "))
-                        step = outcome.collect(result)
-                        if heard is not None and (step or "step" not in result):
-                            heard(step or result)
-                code = child.wait()
-            finally:
-                timer.cancel()
-                end(mark)  # nothing is left behind where this process is interrupted
-                over.join()
+    with (
+        tempfile.TemporaryFile("w+", errors="replace") as talk,
+        subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=talk, text=True) as child,
+    ):
+        late = threading.Event()
+        timer = threading.Timer(timeout, lambda: (late.set(), end(mark)))
+        over = threading.Thread(target=lambda: (child.wait(), end(mark)), daemon=True)
+        timer.start()
+        over.start()
+        try:
+            assert child.stdout is not None
+            for line in child.stdout:
+                listen(line)
+            code = child.wait()
+        finally:
+            timer.cancel()
+            end(mark)  # nothing is left behind where this process is interrupted
+            over.join()
         outcome.wall_seconds = time.monotonic() - begun
         if late.is_set():
             outcome.failed, outcome.why = "timeout", f"more than {timeout:.0f} s"
         elif code and outcome.failed is None:
             outcome.failed = "killed" if code < 0 else "failed"
             outcome.why = f"signal {-code}" if code < 0 else last_words(talk)
-        elif not code and (missing := outcome.missing):
-            outcome.failed, outcome.why = "incomplete", missing
         if outcome.failed:
             talk.seek(0)
             outcome.facts["stderr"] = talk.read().splitlines()[-TAIL:]
-    return outcome
 
 
 def last_words(talk: Any) -> str:

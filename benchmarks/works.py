@@ -1,4 +1,4 @@
-"""The works of `benchmarks.reach`: what is measured on 2, 4 and 8 GPUs, with the seconds that each takes from start to end.
+"""The works of `benchmarks.reach`: what is measured on 1, 2, 4 and 8 GPUs, with the seconds that each takes from start to end.
 
 The reference run is Qwen3-8B with YaRN 32 x 32,768 on a row of 1,048,576 tokens: 380 s and 56 GB a GPU on 8 H100s; the bars are
 265 s and 40 GiB. The scaling line is 131,072 tokens of the 4B shape: 34.6, 17.8, 9.5 s on 2, 4, 8 H100s; the bars are 19, 9.6,
@@ -18,6 +18,7 @@ M = 2**20
 YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 32_768}
 # What is lent, as far as `--list` on another machine has to know. Host memory: 60 GiB are left to the system and to imports.
 MACHINES = {
+    "one": Machine("NVIDIA H200", 139 * GIB, 128 * GIB, 16),
     "two": Machine("NVIDIA H200", 139 * GIB, 256 * GIB, 32),
     "four": Machine("NVIDIA H200", 139 * GIB, 512 * GIB, 64),
     "eight": Machine("NVIDIA H200", 139 * GIB, 560 * GIB, 128),
@@ -41,6 +42,12 @@ class Work:
         rope: of the model; None leaves it as it is.
         rehearsal: a step without attention at full depth in place of a step.
         best_of: takes the layout of the fastest of these works.
+        masters: fp32 masters; else weights and the optimizer's moments are in bf16.
+        kind: of `case.KINDS`, where few layers run as the whole model's do; its most frequent one by default.
+        documents: of each row, which do not see each other; 0 for one.
+        attention: TRL's.
+        profile: one step more, under the profiler.
+        command: a Python module and its arguments, in place of a case.
     """
 
     part: str
@@ -59,16 +66,22 @@ class Work:
     rope: tuple[tuple[str, Any], ...] = ()
     rehearsal: bool = False
     best_of: tuple[str, ...] = ()
+    masters: bool = True
+    kind: str = ""
+    documents: int = 0
+    attention: str = "sdpa"
+    profile: bool = False
+    command: tuple[str, ...] = ()
 
     def case(self) -> dict[str, Any]:
         """As `benchmarks.case` takes it. A short row compiles and makes the optimizer's states first."""
         made: dict[str, Any] = {
             "system": "rehearsal" if self.rehearsal else self.system, "shape": self.shape, "tokens": self.tokens,
             "layers": self.layers, "steps": self.steps, "warm": min(4096, self.tokens // 4), "limit": self.limit,
-            "host": self.host, "masters": True, "offload": self.offload, "selective": False, "layout": self.layout.name,
-            "rope": dict(self.rope),
+            "host": self.host, "masters": self.masters, "offload": self.offload, "selective": False, "layout": self.layout.name,
+            "rope": dict(self.rope), "documents": self.documents, "profile": self.profile,
         }  # fmt: skip
-        return made | ({"attention": "sdpa"} if self.system == "trl" else {})
+        return made | ({"attention": self.attention} if self.system == "trl" else {})
 
     def on(self, layout: Layout) -> Work:
         """The same on another layout."""
@@ -93,17 +106,86 @@ def scaling(seconds: float, layout: str) -> Work:
     return Work("scaling", name, seconds, "qwen3-4b", 131_072, Layout.read(layout), steps=2)
 
 
+def pure(part: str, name: str, seconds: float, shape: str, tokens: int, **more: Any) -> Work:
+    """A work on one GPU with weights and moments in bf16."""
+    return Work(part, name, seconds, shape, tokens, Layout(), masters=False, **more)
+
+
+def run(part: str, name: str, seconds: float, *command: str) -> Work:
+    """A command in place of a case."""
+    return Work(part, name, seconds, "", 0, Layout(), command=command)
+
+
+def tested(*files: str) -> tuple[str, ...]:
+    """The command of tests that need a GPU."""
+    return ("pytest", "-m", "gpu", "-s", "-p", "no:cacheprovider", *files)
+
+
+def limited(host: int) -> tuple[Work, ...]:
+    """Half a million tokens of the 4B shape and a million of the 8B shape inside 80 GiB, and so much host memory."""
+    sizes = {"limit": 80 * GIB, "host": host * GIB}
+    return (
+        pure("tiers", f"4B 524,288 rehearsal, host {host} GiB", 160, "qwen3-4b", M // 2, rehearsal=True, **sizes),
+        pure("tiers", f"8B 1M rehearsal, host {host} GiB", 290, "qwen3-8b", M, rehearsal=True, **sizes),
+        pure("tiers", f"8B 1M 2 layers, host {host} GiB", 250, "qwen3-8b", M, layers=2, of_layers=36, **sizes),
+        pure("tiers", f"4B 524,288 2 layers, host {host} GiB", 110, "qwen3-4b", M // 2, layers=2, of_layers=36, **sizes),
+    )
+
+
 NINE = {"layers": 9, "of_layers": 36}
 LAYOUTS = ("cp8", "sp8", "cp4xsp2")
 FULL = tuple(f"8B 1M 9 layers {layout}" for layout in LAYOUTS)
 ROOM = 500 * GIB  # of the 560 GiB of eight GPUs' host
 
 PLANS: dict[str, tuple[Work, ...]] = {
+    "one": (
+        pure("short", "4B 32,768 TRL", 80, "qwen3-4b", 32_768, system="trl", steps=2),
+        pure("short", "4B 32,768", 70, "qwen3-4b", 32_768, steps=3),
+        run("kernels", "kernels", 110, "benchmarks.kernels", "--tokens", "32768", "131072", "--repeats", "3"),
+        *limited(128),
+        *(
+            pure(
+                "peer",
+                f"4B 262,144 {layers} layers TRL",
+                seconds,
+                "qwen3-4b",
+                262_144,
+                system="trl",
+                offload=True,
+                attention="flash_attention_4",
+                layers=layers,
+                of_layers=36,
+            )
+            for layers, seconds in ((4, 90), (8, 120))
+        ),
+        run("tests", "tests", 150, *tested("tests/layers", "tests/parity", "tests/store", "tests/world/test_gpu.py")),
+        run("longest", "4B longest row", 480, "benchmarks.rehearse", "qwen3-4b,512k,80GiB,128GiB", "--longest", "--tries", "3"),
+    ),
     "two": (
+        *(
+            Work("row", f"4B 131,072 {layout}", 190, "qwen3-4b", 131_072, Layout.read(layout), steps=1, profile=True)
+            for layout in ("sp2", "cp2")
+        ),
+        *(
+            Work(
+                "packed",
+                f"4B 131,072 in 64 documents {layout}",
+                170,
+                "qwen3-4b",
+                131_072,
+                Layout.read(layout),
+                steps=3,
+                documents=64,
+            )
+            for layout in ("one", "cp2")
+        ),
+        run("tests", "gradients of two ranks", 300, *tested("tests/gpu/test_ranks.py")),
+        Work("small", "0.6B 1M", 540, "qwen3-0.6b", M, Layout(cp=2)),
+        *limited(256),
         reference("8B 1M 2 layers cp2", 150, "cp2", layers=2, of_layers=36, host=230 * GIB),
         reference("8B 1M 2 layers sp2", 150, "sp2", layers=2, of_layers=36, host=230 * GIB),
-        Work("small", "0.6B 1M 7 layers", 180, "qwen3-0.6b", M, Layout(cp=2), layers=7, of_layers=28),
-        Work("small", "0.6B 1M 14 layers", 285, "qwen3-0.6b", M, Layout(cp=2), layers=14, of_layers=28),
+        Work("part", "0.6B 1M 7 layers", 180, "qwen3-0.6b", M, Layout(cp=2), layers=7, of_layers=28),
+        Work("part", "0.6B 1M 14 layers", 285, "qwen3-0.6b", M, Layout(cp=2), layers=14, of_layers=28),
         reference("8B 1M 9 layers cp2", 380, "cp2", host=230 * GIB, **NINE),
     ),
     "four": (

@@ -34,7 +34,13 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
                 outcome.collect(step | {"step": number, "rank": rank})
         return outcome
 
+    def run_command(name: str, words: Any, timeout: float, heard: Any) -> Outcome:
+        cases.append({"name": name, "command": words, "timeout": timeout})
+        clock[0] += seconds[name]
+        return Outcome(name, {"command": words})
+
     monkeypatch.setattr(record, "run_case", run)
+    monkeypatch.setattr(record, "run_command", run_command)
     monkeypatch.setattr(reach.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(reach, "wants_a_gpu", lambda name, tiny: False)
     monkeypatch.setattr(reach, "plan_of", lambda case: planned(case))
@@ -42,10 +48,10 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 
 def planned(case: dict[str, Any]) -> Plan:
-    """The plan on the machine of eight GPUs."""
+    """The plan on the machine of eight GPUs, or of one."""
     from benchmarks.depth import plan_of
 
-    return plan_of(case, MACHINES["eight"])
+    return plan_of(case, MACHINES["one" if case["layout"] == "one" else "eight"])
 
 
 def test_it_stops_in_time_and_goes_on_where_it_stopped(ran, tmp_path, capsys):
@@ -69,12 +75,34 @@ def test_it_stops_in_time_and_goes_on_where_it_stopped(ran, tmp_path, capsys):
 
 
 def test_a_smaller_work_goes_before_one_that_does_not_fit(ran):
-    assert reach.main(["--plan", "two", "--seconds", "310"]) == 1
+    given = ["--plan", "two", "--only", "reference", "part"]
+    assert reach.main([*given, "--seconds", "310"]) == 1
     assert [case["name"] for case in ran] == ["8B 1M 2 layers cp2", "8B 1M 2 layers sp2"]
     del ran[:]
-    assert reach.main(["--plan", "two", "--only", "small", "8B 1M 9 layers cp2", "--seconds", "370"]) == 1
+    assert reach.main(["--plan", "two", "--only", "part", "8B 1M 9 layers cp2", "--seconds", "370"]) == 1
     assert [case["name"] for case in ran] == ["0.6B 1M 7 layers"], "then 190 seconds are left"
     assert ran[0]["timeout"] == 370
+
+
+def test_commands_are_works_too(ran, tmp_path, capsys):
+    out = tmp_path / "one.jsonl"
+    given = ["--plan", "one", "--only", "kernels", "longest", "--json", str(out)]
+    assert reach.main([*given, "--seconds", "590"]) == 0
+    kernels, longest = ran
+    assert kernels["command"][:3] == ("benchmarks.kernels", "--tokens", "32768")
+    assert longest["command"][:2] == ("benchmarks.rehearse", "qwen3-4b,512k,80GiB,128GiB")
+    assert (kernels["timeout"], longest["timeout"]) == (330, 480)
+    assert reach.main(given) == 0
+    assert len(ran) == 2, "all is there"
+
+
+def test_what_is_asked_of_one_gpu(ran):
+    assert reach.main(["--plan", "one", "--only", "short", "8B 1M 2 layers, host 128 GiB", "--seconds", "590"]) == 0
+    peer, short, deep = ran
+    assert (peer["system"], peer["attention"], peer["masters"], peer["tokens"]) == ("trl", "sdpa", False, 32_768)
+    assert (short["system"], short["steps"], short["masters"]) == ("megaspan", 3, False)
+    assert (deep["layers"], deep["dials"]["kind"]) == (2, "again")
+    assert (deep["limit"], deep["host"]) == (80 * GIB, 128 * GIB)
 
 
 def test_few_layers_run_as_the_whole_model_would(ran):
@@ -109,6 +137,23 @@ def test_works_together_say_the_whole_depth_and_the_speed_up(ran, capsys):
     assert len(told) == 4
 
 
+def test_works_together_say_ratios_to_trl_and_to_one_gpu():
+    done = {
+        "4B 32,768 TRL": 8.0, "4B 32,768": 4.0, "4B 131,072 in 64 documents one": 9.0, "4B 131,072 in 64 documents cp2": 5.0,
+        "4B 131,072 cp2": 20.0,
+    }  # fmt: skip
+    told = list(
+        reach.conclusions(
+            [work for plan in ("one", "two") for work in PLANS[plan]],
+            {name: {"seconds": seconds, "failed": None} for name, seconds in done.items()},
+        )
+    )
+    assert told == [
+        "4B 32,768: 0.50 x the time of 4B 32,768 TRL",
+        "4B 131,072 in 64 documents cp2: 1.80 x as fast as 1 GPU",
+    ]
+
+
 def test_every_work_fits_into_a_command_and_has_a_name_of_its_own():
     for kind, works in PLANS.items():
         names = [work.name for work in works]
@@ -116,10 +161,10 @@ def test_every_work_fits_into_a_command_and_has_a_name_of_its_own():
         for work in works:
             assert work.seconds < 560
             assert set(work.best_of) <= set(names)
-            assert work.layout.ranks <= {"two": 2, "four": 4, "eight": 8}[kind]
+            assert work.layout.ranks <= {"one": 1, "two": 2, "four": 4, "eight": 8}[kind]
             tiny = work.tiny()
             assert tiny.layout.ranks <= 2
-            assert tiny.case()["tokens"] == 256
+            assert work.command or tiny.case()["tokens"] == 256
 
 
 def test_list_predicts_without_a_gpu(capsys):

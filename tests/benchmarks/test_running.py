@@ -149,3 +149,16 @@ def test_dials_are_turned_on_every_rank():
     told = {line[0]: line[1:] for line in made.facts["levers"]}
     assert "tiles of 40 tokens" in told["layers"][1]
     assert made.losses == pytest.approx([6.24, 6.24], abs=0.5), "log of 512 words"
+
+
+def test_a_command_is_heard_and_says_how_it_ended():
+    heard: list[str] = []
+    outcome = running.run_command("versions", ("timeit", "-n", "1", "-r", "1", "pass"), 60, heard.append)
+    assert outcome.failed is None
+    assert len(outcome.facts["said"]) == len(heard) == 1
+    assert heard[0].startswith("1 loop")
+    outcome = running.run_command("wrong", ("benchmarks.kernels", "--tokens", "many"), 60, heard.append)
+    assert (outcome.failed, "many" in outcome.why) == ("failed", True)
+    outcome = running.run_command("slow", ("timeit", "-n", "1", "-r", "1", "import time; time.sleep(60)"), 1, heard.append)
+    assert outcome.failed == "timeout"
+    assert outcome.wall_seconds < 30
