@@ -90,19 +90,19 @@ def test_commands_are_works_too(ran, tmp_path, capsys):
     assert reach.main([*given, "--seconds", "590"]) == 0
     kernels, longest = ran
     assert kernels["command"][:3] == ("benchmarks.kernels", "--tokens", "32768")
-    assert longest["command"][:2] == ("benchmarks.rehearse", "qwen3-4b,512k,80GiB,128GiB")
+    assert longest["command"][:2] == ("benchmarks.rehearse", "qwen3-4b,512k,80GiB,124GiB")
     assert (kernels["timeout"], longest["timeout"]) == (330, 480)
     assert reach.main(given) == 0
     assert len(ran) == 2, "all is there"
 
 
 def test_what_is_asked_of_one_gpu(ran):
-    assert reach.main(["--plan", "one", "--only", "short", "8B 1M 2 layers, host 128 GiB", "--seconds", "590"]) == 0
+    assert reach.main(["--plan", "one", "--only", "short", "8B 1M 2 layers, host 124 GiB", "--seconds", "590"]) == 0
     peer, short, deep = ran
     assert (peer["system"], peer["attention"], peer["masters"], peer["tokens"]) == ("trl", "sdpa", False, 32_768)
     assert (short["system"], short["steps"], short["masters"]) == ("megaspan", 3, False)
     assert (deep["layers"], deep["dials"]["kind"]) == (2, "again")
-    assert (deep["limit"], deep["host"]) == (80 * GIB, 128 * GIB)
+    assert (deep["limit"], deep["host"]) == (80 * GIB, 124 * GIB)
 
 
 def test_few_layers_run_as_the_whole_model_would(ran):
