@@ -48,6 +48,8 @@ def failing(error: BaseException):
 
 
 class Plan:
+    model = types.SimpleNamespace(exact=True)
+
     def __init__(self, fits: bool) -> None:
         self.fits = fits
 

@@ -97,12 +97,17 @@ def _plan(call: Call) -> Result:
     from megaspan import world
     from megaspan.plan import plan_command
 
-    if wish is None:
-        plan = plan_command(config, world.machine())
-    else:
+    machine = world.machine()
+    place: tuple[Any, ...] = (machine,)
+    if wish is not None:
         from megaspan.plan.ranks import RankSizes, share_of
 
-        plan = plan_command(config, share_of(world.machine(), wish), RankSizes.of(config, wish))
+        place = share_of(machine, wish), RankSizes.of(config, wish)
+    plan = plan_command(config, *place)
+    if not plan.model.exact:  # a family that is not known to the planner: its class says what it has, which takes some seconds
+        from megaspan.model.counted import counts_of
+
+        plan = plan_command(config, *place, counts=counts_of(config))
     return Result(plan.render(), plan.as_dict(), DONE if plan.fits else FAILED)
 
 

@@ -38,6 +38,7 @@ from megaspan.config import SFTConfig
 from megaspan.config.schema import GROUPS
 from megaspan.human import UserError, format_bytes, format_seconds
 from megaspan.model import Levers, levers, unprepare
+from megaspan.model.counted import counts_of
 from megaspan.plan import Plan, RankSizes, plan_command
 from megaspan.plan.cost import CONTEXT_BYTES
 from megaspan.plan.facts import read_config
@@ -73,7 +74,10 @@ def rehearse(config: SFTConfig) -> Rehearsal:
             do="Rehearse on that machine, or remove memory_limit to rehearse on the CPU",
         )
     sizes = RankSizes.of(config, started.world_size)
-    plan = plan_command(config, share_of(machine, started.local_size), sizes)
+    place_of_rank = share_of(machine, started.local_size), sizes
+    plan = plan_command(config, *place_of_rank)
+    if not plan.model.exact:
+        plan = plan_command(config, *place_of_rank, counts=counts_of(config))
     if (refusal := _refusal(plan)) is not None:
         return _result(config, plan, None, None, refusal)
     folder = _existing(Path(config.output_dir))

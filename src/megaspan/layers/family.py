@@ -11,6 +11,7 @@ tried: `selfcheck.py`.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -70,6 +71,8 @@ def describe(layer: Any) -> Family | str:
         return f"it has parts that are not known here: {', '.join(sorted(strange))}"
     if _ATTENTION not in children or _MLP not in children or not hasattr(layer.self_attn, _PROJECTION):
         return f"it has no {_ATTENTION}.{_PROJECTION} and {_MLP}"
+    if not all(hasattr(layer.self_attn.o_proj, size) for size in ("in_features", "out_features")):
+        return f"its {_ATTENTION}.{_PROJECTION} ({type(layer.self_attn.o_proj).__name__}) is no linear layer"
     if norms not in _FAMILIES:
         return f"its norms stand in places that are not known here: {', '.join(sorted(norms)) or 'none'}"
     family = _FAMILIES[norms]
@@ -99,9 +102,11 @@ def before(layer: Any, family: Family, x_BtE: Tensor, tokens: slice, arguments: 
         tokens: which tokens of the row they are.
         arguments: the layer's own keyword arguments, for the whole row.
     """
+    positions = arguments.get("position_ids") if _reads_positions(layer.self_attn) else None
     arguments = arguments | {
         "position_embeddings": tuple(part[..., tokens, :] for part in arguments["position_embeddings"]),
-        "position_ids": None,  # the whole row's have been looked at
+        # The whole row's have been looked at, so the attention function need not; some attention modules scale by them.
+        "position_ids": None if positions is None else positions[..., tokens],
         "megaspan_capture": _stop,
     }
     try:
@@ -111,6 +116,11 @@ def before(layer: Any, family: Family, x_BtE: Tensor, tokens: slice, arguments: 
     raise UserError(
         f"{type(layer.self_attn).__name__} did not call the attention that is set", do="Set gradient_checkpointing: true"
     )
+
+
+def _reads_positions(attention: Any) -> bool:
+    """Whether an attention module takes positions by name, for itself and not for its attention function."""
+    return "position_ids" in inspect.signature(type(attention).forward).parameters
 
 
 def after(layer: Any, family: Family, x_BtE: Tensor, out_BtHD: Tensor, mlp: Callable[[Tensor], Any] | None = None) -> Tensor:

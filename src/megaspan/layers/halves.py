@@ -217,7 +217,9 @@ def _try_attention(layer: Any, family: Family, halves: Halves) -> str | None:
     size = int(layer.self_attn.head_dim)
     x, family = _hidden(layer, halves.fused), replace(family, before_attention=None)  # a norm would undo the sizes of x
     tables = tuple(torch.randn(1, x.shape[1], size, device=x.device, dtype=x.dtype, generator=_seeded(x)) for _ in range(2))
-    arguments = {"position_embeddings": tables, "attention_mask": None}
+    # Far positions: a module that scales by them does it there.
+    positions = torch.arange(x.shape[1], device=x.device)[None] + 2**20
+    arguments = {"position_embeddings": tables, "attention_mask": None, "position_ids": positions}
     asked = halves.ask(layer, family, x, arguments)
     if asked is None:
         return "is hooked or patched"

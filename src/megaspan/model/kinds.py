@@ -141,7 +141,8 @@ def _check_attention(model_class: Any, name: str) -> None:
             f"{name} ({model_class.__name__}) has layers that carry a state (linear attention, Mamba), not supported yet",
             allowed="models whose layers are all softmax attention",
         )
-    if not getattr(model_class, "_supports_attention_backend", False):
+    # Not every class that can says so: StableLM's does not.
+    if not (getattr(model_class, "_supports_attention_backend", False) or model_class._can_set_attn_implementation()):
         raise UserError(
             f"{name} ({model_class.__name__}) computes attention in its own code, where no other kernel can go",
             allowed="models on transformers' AttentionInterface",

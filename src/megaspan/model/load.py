@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, 
 from transformers.utils import logging as transformers_logging
 
 from megaspan.human import UserError
+from megaspan.model.counted import facts_of
 from megaspan.model.kinds import check_trainable, unwrap
 from megaspan.model.source import Source, apply_overrides, commit_of, find_source, first_line, read_config, unreadable
 from megaspan.rope import RopeChoice, RopeReadback, read_back, require_exact, resolve_rope
@@ -118,7 +119,7 @@ def loaded(model: Any, config: SFTConfig, source: Source, commit: str, rope: Rop
     return LoadedModel(
         model=model.train(),
         tokenizer=tokenizer,
-        facts=_facts(inner.config),
+        facts=facts_of(inner),
         name=source.name,
         commit=commit,
         origin=origin,
@@ -156,7 +157,7 @@ def adopt_model(model: Any, config: SFTConfig, device: torch.device | str) -> Lo
     return LoadedModel(
         model=_moved(model, torch.device(device)).train(),
         tokenizer=None,
-        facts=_facts(inner.config),
+        facts=facts_of(inner),
         name=name,
         commit=str(getattr(inner.config, "_commit_hash", None) or "unknown"),
         origin="given as an object",
@@ -292,12 +293,6 @@ def _pretrained_model(
 def _moved(model: Any, device: torch.device) -> Any:
     """The model on a device; one that is cut over ranks stays, `to` would put other objects in the place of its parameters."""
     return model if any(isinstance(parameter, DTensor) for parameter in model.parameters()) else model.to(device)
-
-
-def _facts(model_config: PretrainedConfig) -> ModelFacts:
-    from megaspan.plan.facts import ModelFacts
-
-    return ModelFacts.from_config(model_config.to_dict())
 
 
 def with_model(loaded: LoadedModel, model: Any) -> LoadedModel:

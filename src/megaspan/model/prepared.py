@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from megaspan.human import UserError
 from megaspan.layers.shards import compute_dtype
 from megaspan.model import proof
+from megaspan.model.counted import facts_of
 from megaspan.model.disk import Disk, open_disk
 from megaspan.model.forward import (
     Settings,
@@ -230,7 +231,6 @@ def _plan(model: PreTrainedModel, args: SFTConfig) -> Plan:
     from megaspan.config.parallel import OPTIONS
     from megaspan.model.shard import shards
     from megaspan.plan import choose
-    from megaspan.plan.facts import ModelFacts
 
     split = [f"{option} {size}" for option in OPTIONS if (size := getattr(args, option) or 1) > 1]
     if split and shards(model) is None:
@@ -238,7 +238,7 @@ def _plan(model: PreTrainedModel, args: SFTConfig) -> Plan:
             f"{' × '.join(split)} asks for several devices, and this model is whole on one",
             do="Use megaspan's SFTTrainer, which splits model and rows, or remove it",
         )
-    return choose(args, ModelFacts.from_config(model.config.to_dict()), world.machine())
+    return choose(args, facts_of(model), world.machine())
 
 
 def _settings(model: PreTrainedModel, args: SFTConfig, plan: Plan) -> Settings:

@@ -18,7 +18,7 @@ from megaspan.config.parallel import check_heads
 from megaspan.human import UserError, format_bytes, format_tokens
 from megaspan.plan.adapter import adapter_size
 from megaspan.plan.cost import Memory, disk_parts
-from megaspan.plan.facts import Machine, ModelFacts, read_config
+from megaspan.plan.facts import Counts, Machine, ModelFacts, read_config
 from megaspan.plan.fit import Limits, can_fit, fit
 from megaspan.plan.keep import KeepPolicy
 from megaspan.plan.levers import Lever, further, rescue, turns
@@ -136,13 +136,14 @@ class Plan:
         return render_plan(self)
 
 
-def plan_command(config: SFTConfig, machine: Machine, sizes: RankSizes | None = None) -> Plan:
+def plan_command(config: SFTConfig, machine: Machine, sizes: RankSizes | None = None, *, counts: Counts | None = None) -> Plan:
     """The plan of a configuration, before anything is loaded. With `memory_limit` set, also for a GPU that is elsewhere.
 
     Args:
         config: the wishes.
         machine: the device and its host; with `sizes` one rank's part of them.
         sizes: the mesh; None makes it of the options, as many ranks as they multiply to, on machines like this one.
+        counts: what was counted on the model, where somebody has.
 
     Raises:
         UserError: no model is named, its configuration cannot be read, a row would run past its positions or have one token,
@@ -164,6 +165,7 @@ def plan_command(config: SFTConfig, machine: Machine, sizes: RankSizes | None = 
     raw = {**read_config(config.model_name_or_path, config.model_revision), **config.config_overrides}
     rope = resolve_rope(raw, config.rope_parameters, config.max_length, config.allow_past_window)
     facts = ModelFacts.from_config(raw, config.model_name_or_path)
+    facts = facts if counts is None else facts.counted(counts)
     if config.memory_limit and not machine.device_bytes and not config.use_cpu:
         machine = replace(machine, device_name=ELSEWHERE, device_bytes=config.memory_limit)
     if sizes is None:
@@ -315,10 +317,12 @@ def _reasons(
     config: SFTConfig, facts: ModelFacts, s: Settings, machine: Machine, rope: RopeChoice | None, used: Memory
 ) -> list[str]:
     reasons = []
-    if not facts.exact:
+    if not facts.known:
         kind = facts.model_type or "this kind"
         reasons.append(
-            f"parameters of {kind} are counted like Llama's: the family is not known to the planner, expect a few percent"
+            f"{kind} is not known to the planner: parameters were counted on the model, its layers keep what Llama's do"
+            if facts.exact
+            else f"parameters of {kind} are an estimate, counted like Llama's: up to a quarter too many, or too few"
         )
     if facts.experts is not None:
         reasons.append("the working set of expert layers depends on how transformers runs them; it is an estimate")

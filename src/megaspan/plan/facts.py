@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +41,32 @@ class Machine:
 
 
 @dataclass(frozen=True)
+class Counts:
+    """What was counted on a model of this class that somebody has built, with weights or without.
+
+    Attributes:
+        parameters: all of them, adapters left out; a tied matrix once.
+        layers: of each layer.
+        linear: of each layer those that multiply every token; of experts the ones that a token visits.
+        gated: the MLP has a gate and an up projection.
+        streamed: the layers were proven to run in tiles.
+    """
+
+    parameters: int
+    layers: tuple[int, ...]
+    linear: tuple[int, ...]
+    gated: bool
+    streamed: bool
+
+
+@dataclass(frozen=True)
 class ModelFacts:
     """The numbers of a causal language model that bytes and seconds follow from.
 
     Attributes:
         name: where the configuration came from.
         model_type: transformers' name of the family.
-        exact: every parameter is counted exactly; False for families that are counted like Llama.
+        exact: every parameter is counted exactly; False for families that are counted like Llama (see `counted`).
         layers, hidden, heads, kv_heads, head_dim, mlp_width, vocab: sizes.
         tied: embedding and output head are one matrix.
         layer_types: `full_attention` or `sliding_attention` for each layer.
@@ -60,6 +79,7 @@ class ModelFacts:
         layer_parameters: parameters of each layer.
         attention_linear: weights of one attention block that multiply every token.
         parameters: all of them.
+        linear: of each layer the weights that multiply every token, where they were counted on a model; else None.
     """
 
     name: str
@@ -83,6 +103,24 @@ class ModelFacts:
     layer_parameters: tuple[int, ...]
     attention_linear: int
     parameters: int
+    linear: tuple[int, ...] | None = None
+
+    @property
+    def known(self) -> bool:
+        """Whether the planner knows what a layer of this family keeps; others are taken to keep what Llama's do."""
+        return self.model_type in FAMILIES
+
+    def counted(self, counts: Counts) -> ModelFacts:
+        """These facts with what was counted on the model itself. Of a family that is known here that changes nothing, unless
+        somebody has changed the model."""
+        if len(counts.layers) != self.layers:
+            return self
+        if self.exact and (counts.parameters, counts.layers) == (self.parameters, self.layer_parameters):
+            return self
+        facts = replace(self, exact=True, parameters=counts.parameters, layer_parameters=counts.layers, linear=counts.linear)
+        if self.known:
+            return facts
+        return replace(facts, family=replace(self.family, gated=counts.gated, streamed=counts.streamed))
 
     @property
     def query_width(self) -> int:
@@ -106,6 +144,8 @@ class ModelFacts:
 
     def linear_parameters(self, layer: int) -> int:
         """Weights of a layer that multiply each token once; of experts only those that a token visits."""
+        if self.linear is not None:
+            return self.linear[layer]
         sparse = self.experts is not None and self.experts.sparse_layers[layer]
         width = self.active_mlp_width if sparse else self.mlp_width
         return self.attention_linear + (3 if self.family.gated else 2) * self.hidden * width

@@ -1,7 +1,8 @@
 """What a decoder layer of each model family is made of, as data: enough to count every parameter without building the model.
 
 A plan must answer in a fraction of a second, so no model is built, not even on the meta device (two seconds of imports). The
-counts are exact: a test compares them with transformers for every family named here. Other families are counted like Llama and
+counts are exact: a test compares them with transformers for every family named here. Of other families the live model is
+counted, or one that is built on the meta device (`model/counted.py`); where neither can be, they are counted like Llama and
 the plan says so.
 """
 
