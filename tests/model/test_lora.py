@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,12 @@ def wrapped(family: str, args: Any, **overrides: Any) -> Any:
             if "lora_" in name:
                 parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
     return model
+
+
+def test_an_adapter_comes_without_a_warning_that_no_user_can_mend() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        wrap_lora(tiny("qwen3"), lora())
 
 
 @pytest.mark.parametrize("case", CASES)
