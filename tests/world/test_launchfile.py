@@ -247,12 +247,29 @@ def parent_with(proc: Path, said: object, *words: str) -> int:
         (["python", "-m", "accelerate.commands.launch", "--config_file", "my.yaml", "script.py"], True),
         (["python", "/bin/accelerate", "launch", "--config_file=my.yaml", "script.py"], True),
         (["python", "/bin/accelerate", "launch", "script.py", "--config_file", "my.yaml"], False),  # the script's own
+        (["python", "/bin/accelerate", "launch", "-m", "module", "--config_file", "my.yaml"], False),
+        (["python", "/bin/accelerate", "launch", "--no_python", "script.sh", "--config_file", "my.yaml"], False),
+        (["python", "/bin/accelerate", "launch", "--num_processes", "2", "-m", "module", "--config_file=my.yaml"], False),
+        (["python", "/bin/accelerate", "launch", "--config_file", "my.yaml", "-m", "module", "--config_file", "no"], True),
+        (["python", "/bin/accelerate", "launch", "--config_file", "no", "--config_file", "my.yaml", "script.py"], True),
+        (["python", "/bin/accelerate-launch", "--config-file", "my.yaml", "--num-processes=2", "script.py"], True),
+        (["python", "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", "my.yaml", "script.py"], True),
+        (["python", "/lib/accelerate/commands/launch.py", "--config_file", "my.yaml", "script.py"], True),
+        (["python", "/lib/accelerate/commands/launch.py", "--config_file", "my.yaml", "--no_such_option"], False),
+        (["/envs/accelerate", "torchrun", "--config_file", "my.yaml", "script.py"], False),
         (["torchrun", "--config_file", "my.yaml", "script.py"], False),
         (["python", "/bin/accelerate", "launch", "--config_file", "absent.yaml", "script.py"], False),
     ],
 )
 def test_the_file_of_the_launcher_is_found(tmp_path, words, seen):
     parent = parent_with(tmp_path, {"use_cpu": True}, *words)
+    assert launch_file(parent, tmp_path) == ({"use_cpu": True} if seen else {})
+
+
+@pytest.mark.parametrize(("flags", "seen"), [([], True), (["--cpu"], False), (["--config_file", "no.yaml"], False)])
+def test_the_file_of_accelerate_config_is_read_where_accelerate_reads_it(tmp_path, monkeypatch, flags, seen):
+    parent = parent_with(tmp_path, {"use_cpu": True}, "python", "/bin/accelerate", "launch", *flags, "script.py")
+    monkeypatch.setattr("accelerate.commands.config.default_config_file", str(tmp_path / "my.yaml"))
     assert launch_file(parent, tmp_path) == ({"use_cpu": True} if seen else {})
 
 

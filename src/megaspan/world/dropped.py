@@ -2,7 +2,7 @@
 
 What a rank can see of the file is the environment (`launchfile.py`), and accelerate drops some of it without a word: a
 misspelt key of a section, a section of an engine that is not used, `use_cpu` and `enable_cpu_affinity` beside FSDP. So the file
-itself is looked at too, where the parent process is `accelerate launch --config_file FILE`, and for such keys alone: flags and
+itself is looked at too, where the parent process is `accelerate launch`, and for such keys alone: flags and
 defaults of accelerate change what the others mean. Sections and behaviour are those of accelerate 1.15
 (`accelerate/commands/launch.py`).
 """
@@ -39,7 +39,7 @@ def launch_file(parent: int | None = None, proc: Path = Path("/proc")) -> Mappin
     """
     place = proc / str(os.getppid() if parent is None else parent)
     try:
-        words = (place / "cmdline").read_text().split("\0")
+        words = (place / "cmdline").read_text().removesuffix("\0").split("\0")
         name = _config_file(words)
         said = None if name is None else yaml.safe_load((Path(os.readlink(place / "cwd")) / name).read_text())
     except (OSError, ValueError, yaml.YAMLError):
@@ -48,14 +48,29 @@ def launch_file(parent: int | None = None, proc: Path = Path("/proc")) -> Mappin
 
 
 def _config_file(words: list[str]) -> str | None:
-    """The file named in a command line of accelerate launch, before its script."""
-    start = next((place for place, word in enumerate(words) if "accelerate" in Path(word).name), len(words))
-    for word, following in zip(words[start:], [*words[start + 1 :], ""], strict=False):
-        if word.endswith(".py"):
-            return None
-        if word.startswith("--config_file"):
-            return word.partition("=")[2] or following
-    return None
+    """The file that accelerate reads for a command line of its own; None where there is none, or for any other command.
+
+    A script may have a `--config_file` too, so accelerate's own parser is asked where its options end and the script begins.
+    """
+    start = next((place for place, word in enumerate(words) if place and _is_accelerate(word)), None)
+    if start is None:
+        return None
+    from accelerate.commands.config import default_config_file
+    from accelerate.commands.launch import launch_command_parser
+
+    own = words[start + 1 :]
+    try:
+        given = launch_command_parser().parse_args(own[1:] if own[:1] == ["launch"] else own)
+    except SystemExit:  # nothing that accelerate would have started
+        return None
+    if given.config_file is None and not given.cpu and os.path.isfile(default_config_file):
+        return str(default_config_file)  # what `accelerate config` has written
+    return None if given.config_file is None else str(given.config_file)
+
+
+def _is_accelerate(word: str) -> bool:
+    """Whether a word starts accelerate: its command, its module, or that module's file."""
+    return Path(word).name.startswith("accelerate") or word.endswith("accelerate/commands/launch.py")
 
 
 def dropped(said: Mapping[str, Any], known: Container[str], names: list[str]) -> Iterator[UserError]:
