@@ -24,6 +24,7 @@ from megaspan.plan.keep import KeepPolicy
 from megaspan.plan.parts import Settings
 from megaspan.plan.seconds import step_seconds
 from megaspan.plan.states import StatePlan, state_plans
+from megaspan.plan.step import Step
 
 GIB = 2**30
 H200 = Machine("NVIDIA H200", 139 * GIB, 128 * GIB, 16)
@@ -453,7 +454,15 @@ print(loaded, resource.getrusage(resource.RUSAGE_SELF).ru_utime)
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     loaded, seconds = out.rsplit(" ", 1)
     assert loaded == "[]"
-    assert float(seconds) < 2.0, "processor time; 0.35 s on a quiet machine, up to 1.3 s on a loaded one"
+    assert float(seconds) < 2.0, "processor time; half of it are imports"
+
+
+def test_a_search_computes_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a plan's processor time is made of, without a clock. A plain bisection with every setting of the dials took 660."""
+    made, own = [], Step.__init__
+    monkeypatch.setattr(Step, "__init__", lambda self, *given: (made.append(1), own(self, *given))[1])
+    assert plan("1M", model="qwen3-8b", memory_limit="80GiB", host_memory="128GiB").keep.runs_again
+    assert len(made) <= 180
 
 
 @settings(max_examples=30, deadline=None)
@@ -495,7 +504,8 @@ def test_what_can_fit_is_found(
     found = fit(facts, s, limits, states)
     assert found.fits == can_fit(facts, s, limits, states)
     assert limits.hold(found.used) or not found.fits
-    assert found.used == memory(facts, found.settings)
+    again = memory(facts, found.settings)
+    assert (found.used.moments, found.used.waiting) == (again.moments, again.waiting)
     group = found.settings.kv_heads_per_call
     assert group is None or facts.kv_heads % group == 0
 

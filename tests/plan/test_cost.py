@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megaspan.plan.cost import memory, waiting_parts
+from megaspan.plan.cost import memory
 from megaspan.plan.facts import ModelFacts, model_facts, read_config
 from megaspan.plan.families import FAMILIES
 from megaspan.plan.keep import KeepPolicy, LayerKeep
@@ -55,7 +55,7 @@ def sized(layers: int, hidden: int) -> ModelFacts:
 )
 def test_layer_inputs_are_those_that_were_reported(layers: int, tokens: int, hidden: int, unit: float, reported: float) -> None:
     """R65: layers x tokens x hidden x 2 bytes."""
-    part = waiting_parts(sized(layers, hidden), replace(PURE, tokens=tokens))[0]
+    part = memory(sized(layers, hidden), replace(PURE, tokens=tokens)).waiting[0]
     assert part.bytes / unit == pytest.approx(reported, abs=0.006)
     assert part.place == "host"
     assert f"{layers} layers x {tokens:,} tokens x {hidden:,} x 2 B" in part.formula

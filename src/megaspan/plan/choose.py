@@ -19,7 +19,7 @@ from megaspan.human import UserError, format_bytes, format_tokens
 from megaspan.plan.adapter import adapter_size
 from megaspan.plan.cost import Memory, disk_parts
 from megaspan.plan.facts import Counts, Machine, ModelFacts, read_config
-from megaspan.plan.fit import Limits, can_fit, fit
+from megaspan.plan.fit import Limits, can_fit, fit, longest_row
 from megaspan.plan.keep import KeepPolicy
 from megaspan.plan.levers import Lever, further, rescue, turns
 from megaspan.plan.logits import largest_allocation, loss_tile
@@ -27,7 +27,6 @@ from megaspan.plan.parts import Part, Settings
 from megaspan.plan.ranks import RankSizes, share_of
 from megaspan.plan.reasons import keep_rows, layer_reasons, state_reasons, summary
 from megaspan.plan.rope_math import RopeChoice, resolve_rope
-from megaspan.plan.search import longest_row
 from megaspan.plan.seconds import Seconds, has_flash4, step_seconds
 from megaspan.plan.states import StatePlan, state_plans
 
@@ -207,7 +206,7 @@ def choose(
     states = allowed_states(config, wished)
     found = fit(facts, wished, limits, states)
     s, used = found.settings, found.used
-    row = longest_row(lambda tokens: can_fit(facts, replace(wished, tokens=tokens), limits, states))
+    row = longest_row(facts, wished, limits, states)
     all_turns = turns(facts, s)
     if found.fits:
         lever, suffices = further(all_turns, used, limits.host), False

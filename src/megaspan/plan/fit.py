@@ -18,8 +18,10 @@ from megaspan.plan.facts import ModelFacts
 from megaspan.plan.parts import Settings
 from megaspan.plan.place import Limits as Limits
 from megaspan.plan.place import can_keep, fallback, policies
+from megaspan.plan.search import LONGEST, largest
 from megaspan.plan.seconds import relative_seconds
 from megaspan.plan.states import StatePlan
+from megaspan.plan.step import Step
 
 TILES = (16_384, 8_192, 4_096)
 
@@ -65,23 +67,53 @@ def _frugal(facts: ModelFacts, s: Settings, states: tuple[StatePlan, ...]) -> li
     """The dials that need least, for each place of the states."""
     found = []
     for each in states:
-        dials = list(_dials(facts, replace(s, states=each)))[-1]
+        *_, dials = _dials(facts, replace(s, states=each))
         dials = replace(dials, keep=fallback(facts, dials)) if s.checkpoint else dials
         found.append((dials, memory(facts, dials)))
     return found
 
 
 def can_fit(facts: ModelFacts, s: Settings, limits: Limits, states: tuple[StatePlan, ...] = (StatePlan(),)) -> bool:
-    """Whether any setting of the dials fits: the smallest head groups, both kinds of fetches (tiles need some host memory)."""
+    """Whether any setting of the dials fits."""
+    return any(can_keep(Step(facts, dials), limits) for dials in _frugal_dials(facts, s, states))
+
+
+def longest_row(facts: ModelFacts, s: Settings, limits: Limits, states: tuple[StatePlan, ...]) -> int:
+    """Most tokens for which any setting of the dials fits; 0 when not even one does.
+
+    Setting by setting: most are out of the question as soon as one token more than the best row so far has no room with them.
+    """
+    long = TILES[0] * s.ranks.row + 1
+    best = long if can_fit(facts, replace(s, tokens=long), limits, states) else 0
+    while True:
+        before = best
+        for dials in _frugal_dials(facts, replace(s, tokens=best + 1), states):
+            best = _longest_with(facts, dials, limits, best)
+        if best == before:
+            return best
+
+
+def _longest_with(facts: ModelFacts, dials: Settings, limits: Limits, best: int) -> int:
+    """The longest row with these dials; `best` if that is not longer."""
+
+    def fits(tokens: int) -> bool:
+        return tokens <= best or can_keep(Step(facts, replace(dials, tokens=tokens)), limits)
+
+    return largest(LONGEST, fits) if fits(best + 1) else best
+
+
+def _frugal_dials(facts: ModelFacts, s: Settings, states: tuple[StatePlan, ...]) -> Iterator[Settings]:
+    """Settings of which one fits if any does: the smallest head groups, both kinds of fetches (tiles need some host memory)."""
+    tiles = TILES if s.slots <= TILES[0] else TILES[-1:]  # each of them cuts a longer row, and the smallest needs least
+    *_, group = _groups(facts, s)
     for each in reversed(states):
-        dials = list(_dials(facts, replace(s, states=each)))
-        frugal = [one for one in dials if one.kv_heads_per_call == dials[-1].kv_heads_per_call]
-        if s.slots > TILES[0]:
-            # Each size of tiles cuts the row, and the smallest needs least.
-            frugal = [one for one in frugal if one.layer_tile == dials[-1].layer_tile]
-        if any(can_keep(facts, one, limits) for one in reversed(frugal)):
-            return True
-    return False
+        moved = replace(s, states=each)
+        for tile in reversed(tiles):
+            if s.streams:
+                for stream_back in reversed(_fetches(s)):
+                    yield replace(moved, layer_tile=tile, kv_heads_per_call=group, stream_back=stream_back)
+            else:
+                yield replace(moved, layer_tile=tile, tiled_mlp=s.checkpoint and facts.experts is None)
 
 
 def _dials(facts: ModelFacts, s: Settings) -> Iterator[Settings]:
@@ -92,9 +124,14 @@ def _dials(facts: ModelFacts, s: Settings) -> Iterator[Settings]:
             yield from (replace(s, tiled_mlp=True, layer_tile=tile) for tile in TILES if tile < s.slots)
         return
     for tile in TILES:
-        for stream_back in (False, True) if s.offload and s.gpu else (False,):
+        for stream_back in _fetches(s):
             for group in _groups(facts, s):
                 yield replace(s, layer_tile=tile, kv_heads_per_call=group, stream_back=stream_back)
+
+
+def _fetches(s: Settings) -> tuple[bool, ...]:
+    """Whether what waits on the host comes back whole or by tiles: both can be chosen where it is another place."""
+    return (False, True) if s.offload and s.gpu else (False,)
 
 
 def _groups(facts: ModelFacts, s: Settings) -> Iterator[int | None]:
@@ -115,7 +152,7 @@ def _cheapest(facts: ModelFacts, s: Settings, limits: Limits) -> Settings | None
     for dials in _dials(facts, s):
         if best is not None and dials.layer_tile != tile:
             break
-        for policy in policies(facts, dials, limits):
+        for policy in policies(Step(facts, dials), limits):
             made = replace(dials, keep=policy)
             seconds = relative_seconds(facts, made)
             if best is None or seconds < least:

@@ -76,10 +76,20 @@ class KeepPolicy:
         starts = [index for index, layer in enumerate(self.layers) if layer.input is not None]
         return tuple(range(*pair) for pair in itertools.pairwise([*starts, len(self.layers)]))
 
+    @cached_property
+    def segment_of(self) -> tuple[range, ...]:
+        """The segment of each layer."""
+        return tuple(segment for segment in self.segments for _ in segment)
+
     @property
     def runs_again(self) -> int:
         """Layers that run forward once more so that another one gets its input: all of a segment but its last."""
         return len(self.layers) - len(self.segments)
+
+    @property
+    def given_up(self) -> int:
+        """Inputs and outputs that are kept nowhere."""
+        return self.runs_again + len(self.layers) - self.outputs
 
     @cached_property
     def outputs(self) -> int:

@@ -115,23 +115,18 @@ def turns(facts: ModelFacts, s: Settings) -> tuple[Turn, ...]:
 def _turn(
     facts: ModelFacts, s: Settings, name: str, on: bool, changes: dict[str, Any], off: dict[str, Any], do: str, cost: str
 ) -> Turn:
-    def saved(tokens: int) -> tuple[int, int, int]:
-        here = replace(s, tokens=tokens)
-        with_it, without = memory(facts, replace(here, **changes)), memory(facts, replace(here, **off))
-        now = with_it if on else without
-        return without.peak.bytes - with_it.peak.bytes, with_it.host_bytes - without.host_bytes, now.peak.bytes
+    def used(tokens: int) -> tuple[Memory, Memory]:
+        """With it and without it."""
+        return memory(facts, replace(s, tokens=tokens, **changes)), memory(facts, replace(s, tokens=tokens, **off))
 
-    saves, host, now = saved(s.tokens)
+    def idle_in(with_it: Memory, without: Memory) -> bool:
+        return without.peak.bytes - with_it.peak.bytes < NOTHING * (with_it if on else without).peak.bytes
+
+    with_it, without = used(s.tokens)
+    saves, host = without.peak.bytes - with_it.peak.bytes, with_it.host_bytes - without.host_bytes
     start = None
-    if saves < NOTHING * now:
-
-        def idle(tokens: int) -> bool:
-            if not tokens:
-                return True
-            saves, _, now = saved(tokens)
-            return saves < NOTHING * now
-
-        nothing = largest(LONGEST, idle)
+    if idle_in(with_it, without):
+        nothing = largest(LONGEST, lambda tokens: tokens <= s.tokens or idle_in(*used(tokens)))
         start = nothing + 1 if s.tokens <= nothing < LONGEST else None
     return Turn(Lever(name, on, max(saves, 0), host if s.gpu else 0, do, cost, start), changes)
 

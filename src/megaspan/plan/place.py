@@ -14,15 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
-from megaspan.plan.cost import Memory, Step, attends_on, memory, staged_bytes, waiting_parts
+from megaspan.plan.cost import Memory, attends_on, staged_bytes
 from megaspan.plan.facts import ModelFacts
 from megaspan.plan.keep import KeepPolicy, LayerKeep, Place
-from megaspan.plan.parts import Settings
+from megaspan.plan.parts import Settings, bytes_of
 from megaspan.plan.search import largest
 from megaspan.plan.segments import Pool, Task, fewest_inputs, held_bytes, most_inputs, most_kept, tightest
+from megaspan.plan.step import Step
 from megaspan.plan.streamed import input_bytes, output_bytes, tile_bytes
-from megaspan.plan.weights import gradient_part, update_part
+from megaspan.plan.weights import update_part
 
 
 @dataclass(frozen=True)
@@ -42,47 +44,49 @@ class Limits:
         )
 
 
-def free_policy(facts: ModelFacts, s: Settings) -> KeepPolicy:
+def free_policy(step: Step) -> KeepPolicy:
     """Everything is kept: of the last layers on the device, as long as that does not raise its peak; the rest on the host."""
-    layers, outputs = facts.layers, s.streams
+    layers, s, outputs = step.facts.layers, step.s, step.s.streams
     if not s.checkpoint or not s.offload:
         return KeepPolicy.everything(layers, "device", outputs=outputs)
     if not s.gpu:
         return KeepPolicy.everything(layers, "host", outputs=outputs)
 
-    def last(number: int) -> KeepPolicy:
-        return _split(layers, layers - number, "host", "device", outputs)
+    def device_bytes(last: int) -> int:
+        return Memory(step, _last_on_device(layers, last, outputs)).device_bytes
 
-    bare = memory(facts, replace(s, keep=last(0))).device_bytes
-    free = largest(layers, lambda number: memory(facts, replace(s, keep=last(number))).device_bytes <= bare)
-    return last(free)
+    bare = device_bytes(0)
+    return _last_on_device(layers, largest(layers, lambda last: device_bytes(last) <= bare), outputs)
 
 
-def policies(facts: ModelFacts, s: Settings, limits: Limits) -> Iterator[KeepPolicy]:
+def policies(step: Step, limits: Limits) -> Iterator[KeepPolicy]:
     """Policies that fit, each kind of them the best: everything kept; then with a disk; then with less kept."""
-    if s.checkpoint:
-        free = free_policy(facts, s)
-        if limits.hold(memory(facts, replace(s, keep=free))):
+    layers, s = step.facts.layers, step.s
+    away = Memory(step, _last_on_device(layers, 0, s.streams))
+    if not (s.gpu and s.offload) or away.device_needed <= limits.device:
+        free = free_policy(step)
+        if limits.hold(Memory(step, free)):
             yield free
             return
-        rooms = Rooms(facts, s, limits)
-        if not rooms.fits_bare:
-            return
-        if (whole := rooms.everything()) is not None:
-            yield whole
-            return
-        if (disk := rooms.with_disk()) is not None:
-            yield disk
-        if (best := rooms.best()) is not None:
-            yield best
+    rooms = Rooms(step, limits)
+    if not rooms.fits_bare:
+        return
+    if (whole := rooms.everything()) is not None:
+        yield whole
+        return
+    if (disk := rooms.with_disk()) is not None:
+        yield disk
+    if (best := rooms.best()) is not None:
+        yield best
 
 
-def can_keep(facts: ModelFacts, s: Settings, limits: Limits) -> bool:
+def can_keep(step: Step, limits: Limits) -> bool:
     """Whether any policy fits. Only the two ends matter: every output is kept, or none is."""
-    away = KeepPolicy.everything(facts.layers, "host", outputs=s.streams)
-    if s.checkpoint and s.offload and s.gpu and limits.hold(memory(facts, replace(s, keep=away))):
-        return True
-    return Rooms(facts, s, limits).any_fits() if s.checkpoint else limits.hold(memory(facts, s))
+    s, layers = step.s, step.facts.layers
+    if not s.checkpoint:
+        return limits.hold(Memory(step, s.policy(layers)))
+    away = _last_on_device(layers, 0, s.streams)
+    return (s.offload and s.gpu and limits.hold(Memory(step, away))) or Rooms(step, limits).any_fits()
 
 
 def fallback(facts: ModelFacts, s: Settings) -> KeepPolicy:
@@ -97,24 +101,23 @@ class Rooms:
     """What is free for what layers keep, at every moment and in every place.
 
     Args:
-        facts: the model.
-        s: the levers; its own policy does not matter.
+        step: with its dials.
         limits: bytes there are.
     """
 
-    def __init__(self, facts: ModelFacts, s: Settings, limits: Limits) -> None:
-        self.facts, self.s, self.limits = facts, s, limits
+    def __init__(self, step: Step, limits: Limits) -> None:
+        self.facts, self.s, self.limits, self._step = step.facts, step.s, limits, step
+        layers, s = self.facts.layers, self.s
         # With outputs on the device the forward needs most; those of `can_keep` and `policies` that need less are tried there.
-        self._step = Step(facts, replace(s, keep=KeepPolicy.everything(facts.layers, "device")))
+        self._bare = KeepPolicy.everything(layers, "device")
         self._here = self._device_pool()
         self._least_room = min(self._here.forward, *self._here.backward)
         self.fits_bare = self._least_room >= 0 and self._optimizer_fits()
-        waiting = waiting_parts(facts, replace(s, keep=KeepPolicy.everything(facts.layers, "device")))
-        self._host = limits.host - sum(part.bytes for part in waiting if part.place == "host") if s.gpu else 0
-        if facts.window is None:
-            self._worth = (True,) * facts.layers
+        self._host = limits.host - bytes_of(step.on_host) if s.gpu else 0
+        if self.facts.window is None:
+            self._worth = (True,) * layers
         else:
-            self._worth = tuple((facts.span(layer) or s.tokens) * 2 > s.tokens for layer in range(facts.layers))
+            self._worth = tuple((self.facts.span(layer) or s.tokens) * 2 > s.tokens for layer in range(layers))
 
     def everything(self) -> KeepPolicy | None:
         """All inputs and outputs, the lowest on the host as far as it goes, the others on the device."""
@@ -125,7 +128,7 @@ class Rooms:
         if not self.limits.disk or not self.s.gpu or not self.s.offload or not self.fits_bare:
             return None
         layers, task = self.facts.layers, self._tasks()[0]
-        host = self._host - staged_bytes(self.facts, self.s)
+        host = self._host - staged_bytes(self._step)
         if host < 0:
             return None
         pools = (Pool.steady("host", host, layers), *task.pools[1:])
@@ -183,7 +186,7 @@ class Rooms:
         """The policy if it fits by the full count too, and with `whole` runs no layer again."""
         if policy is None or (whole and policy.runs_again):
             return None
-        return policy if self.limits.hold(memory(self.facts, replace(self.s, keep=policy))) else None
+        return policy if self.limits.hold(Memory(self._step, policy)) else None
 
     def _tasks(self) -> list[Task]:
         """The order in which pools are filled, and where segments wait, in every way that makes sense."""
@@ -206,46 +209,46 @@ class Rooms:
 
     def _device_pool(self) -> Pool:
         """What the computation leaves of its own memory."""
-        facts, s, step = self.facts, self.s, self._step
-        limit = self.limits.device if s.gpu else self.limits.host
-        free = step.allowed(limit) - sum(part.bytes for part in step.always)
-        layers, pair = facts.layers, step.input + step.output
-        tiles = s.stream_back and s.streams
+        s, step, layers = self.s, self._step, self.facts.layers
+        free = step.allowed(self._limit) - bytes_of(step.always)
+        pair = step.input + step.output
         # What is fetched lies on the device in any case: two layers' whole, or two tiles.
-        ahead, ahead_forward = (0, 0) if tiles else (2, 1 if s.streams else 2)
+        ahead, ahead_forward = (0, 0) if step.tiles else (2, 1 if s.streams else 2)
 
         def fetched(name: str, uses: bool) -> int:
-            if tiles:
-                return sum(tile_bytes(facts, s, name))
+            if step.tiles:
+                return sum(tile_bytes(self.facts, s, name))
             return pair + (pair if uses else step.input)
 
-        gradients = [gradient_part(facts, s, done).bytes for done in range(layers)]
         work = max(phase.bytes + fetched(phase.name, phase.uses_output) for phase in step.phases)
-        loss = sum(part.bytes for part in step.loss) + ahead_forward * pair
-        forward = sum(part.bytes for part in step.forward)
-        again = sum(part.bytes for part in step.again)
+        loss = bytes_of(step.loss) + ahead_forward * pair
+        forward = bytes_of(step.forward(self._bare))
+        again = bytes_of(step.again)
+        left = [free - step.gradient(layers - index - 1).bytes for index in range(layers)]
         return Pool(
             "device",
             None,
-            free - sum(part.bytes for part in step.earlier) - max(loss, forward),
-            tuple(free - work - gradients[layers - index - 1] for index in range(layers)),
-            tuple(free - again - gradients[layers - index - 1] for index in range(layers)),
+            free - bytes_of(step.earlier) - max(loss, forward),
+            tuple(room - work for room in left),
+            tuple(room - again for room in left),
             ahead,
             ahead_forward,
         )
 
+    @property
+    def _limit(self) -> int:
+        """What the computation may use."""
+        return self.limits.device if self.s.gpu else self.limits.host
+
     def _optimizer_fits(self) -> bool:
         s, step = self.s, self._step
-        after = max(update_part(self.facts, s).bytes, sum(part.bytes for part in step.embedding))
-        used = gradient_part(self.facts, s, self.facts.layers).bytes + after
-        used += sum(part.bytes for part in step.always)
-        return used <= step.allowed(self.limits.device if s.gpu else self.limits.host)
+        after = max(update_part(self.facts, s).bytes, bytes_of(step.embedding))
+        used = step.gradient(self.facts.layers).bytes + after + bytes_of(step.always)
+        return used <= step.allowed(self._limit)
 
 
-def _split(layers: int, at: int, below: Place, above: Place, outputs: bool) -> KeepPolicy:
-    """Layers under `at` keep theirs at one place, the others at another."""
-
-    def keep(place: Place) -> LayerKeep:
-        return LayerKeep(place, place if outputs else None)
-
-    return KeepPolicy((keep(below),) * at + (keep(above),) * (layers - at))
+@lru_cache(maxsize=256)
+def _last_on_device(layers: int, last: int, outputs: bool) -> KeepPolicy:
+    """Everything is kept, of the last layers on the device, of the others on the host."""
+    host, device = (LayerKeep(place, place if outputs else None) for place in ("host", "device"))
+    return KeepPolicy((host,) * (layers - last) + (device,) * last)

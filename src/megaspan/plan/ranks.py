@@ -7,6 +7,7 @@ A plan is made for one rank: its part of a row, its shards of the states, and wh
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -51,17 +52,17 @@ class RankSizes:
             ranks = prod(size or 1 for size in given.values())
         return cls(**resolve(given, ranks))
 
-    @property
+    @cached_property
     def total(self) -> int:
         """Ranks."""
         return self.dp_replicate * self.shard
 
-    @property
+    @cached_property
     def row(self) -> int:
         """Ranks that share a row."""
         return self.cp * self.sp
 
-    @property
+    @cached_property
     def shard(self) -> int:
         """Ranks over which each parameter is cut."""
         return self.dp_shard * self.row

@@ -16,8 +16,3 @@ def largest(top: int, holds: Callable[[int], bool]) -> int:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if holds(middle) else (low, middle - 1)
     return low
-
-
-def longest_row(fits: Callable[[int], bool]) -> int:
-    """Most tokens that fit; 0 when not even one does."""
-    return largest(LONGEST, lambda tokens: tokens == 0 or fits(tokens))

@@ -20,11 +20,12 @@ K = KV heads x head size, c bytes of the computation's type.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from megaspan.plan.facts import ModelFacts
 from megaspan.plan.layer import LayerBytes
 from megaspan.plan.over_ranks import backward_group, forward_group, heads_a_call
-from megaspan.plan.parts import Part, Settings
+from megaspan.plan.parts import Part, Settings, bytes_of
 
 
 @dataclass(frozen=True)
@@ -41,10 +42,10 @@ class Phase:
     parts: tuple[Part, ...]
     uses_output: bool = True
 
-    @property
+    @cached_property
     def bytes(self) -> int:
         """Their sum."""
-        return sum(part.bytes for part in self.parts)
+        return bytes_of(self.parts)
 
 
 def group_share(facts: ModelFacts, s: Settings) -> float:
@@ -71,14 +72,19 @@ def _group_parts(facts: ModelFacts, s: Settings) -> list[Part]:
     return [Part("one layer: q, k, v", size, s.place, f"t x {share:g} x (Q + 2·K) x {s.compute_bytes} B, {_heads(facts, s)}")]
 
 
-def forward_parts(facts: ModelFacts, s: Settings, *, again: bool = False) -> list[Part]:
-    """A layer's forward without gradients; `again` inside a backward, with the gradient that waits there."""
+def forward_parts(facts: ModelFacts, s: Settings, *, again: bool = False, leaves: bool = False) -> list[Part]:
+    """A layer's forward without gradients.
+
+    Args:
+        facts: the model.
+        s: the levers.
+        again: inside a backward, with the gradient that waits there.
+        leaves: attention's output leaves the device head group by head group, one behind the other.
+    """
     t, c, e, q = s.slots, s.compute_bytes, facts.hidden, facts.query_width
     # transformers' loop holds the embedding of the row in a variable to its end; in a backward there is a gradient instead.
     rows = 3
     name = "one layer again: input, output, gradient" if again else "one layer: input and output, the embedding"
-    # Read back in tiles, output leaves head group by head group, one behind the other, where it is kept elsewhere.
-    leaves = s.stream_back and not again and all(keep.output in ("host", "disk") for keep in s.policy(facts.layers).layers)
     share = min(1.0, 2 * group_share(facts, s)) if leaves else 1
     size = round(t * c * (rows * e + share * q))
     return [

@@ -59,13 +59,18 @@ def whole_gradients(facts: ModelFacts, s: Settings) -> int:
     return s.per_shard((s.adapter or facts.parameters) * s.gradient_bytes)
 
 
+def gradients_pass(s: Settings) -> bool:
+    """Gradients are not collected on the device: each is used up, or goes to the host, when it is complete."""
+    return s.rows == 1 and (s.states.gradients == "update" or (s.states.gradients == "host" and s.gpu))
+
+
 def gradient_part(facts: ModelFacts, s: Settings, layers_done: int) -> Part:
     """Gradients on the device when the backward has passed the last `layers_done` layers, and the head.
 
     A window of several rows has the sum of the earlier ones there all the time.
     """
     each = s.gradient_bytes
-    if s.rows == 1 and (s.states.gradients == "update" or (s.states.gradients == "host" and s.gpu)):
+    if gradients_pass(s):
         return _passing(facts, s, layers_done)
     whole = layers_done == facts.layers or s.rows > 1
     if s.adapter:
