@@ -8,8 +8,6 @@ import pytest
 import torch
 
 from megaspan.attention import install as install_attention
-from megaspan.layers.family import Family, describe
-from megaspan.layers.selfcheck import prove_family
 from megaspan.layers.stream import LayerPlan
 from megaspan.layers.streamed import Streaming
 from megaspan.layers.tile import GradientSums, tiles
@@ -97,67 +95,6 @@ def test_a_batch_of_several_rows_is_checkpointed_and_exact():
     model, streaming = streamed(plain, LayerPlan(tile_tokens=13))
     assert_parity(plain, model, batch(23, rows=3))
     assert (streaming.stats().attention_forwards, streaming.stats().passed_on) == (0, 2)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_self_check_proves_every_family(family):
-    model = tiny(family, layers=3)
-    install_attention(model)
-    assert prove_family(model) is None
-
-
-def test_the_self_check_finds_a_class_that_does_something_else(monkeypatch):
-    """A changed upstream class under the same module names takes the general path, still exact, and the reason says where."""
-    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
-
-    def forward(self, hidden_states, **kwargs):
-        attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
-        hidden_states = hidden_states + 1.02 * attended
-        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
-
-    class Changed(LlamaDecoderLayer):
-        def forward(self, hidden_states, **kwargs):
-            return forward(self, hidden_states, **kwargs)
-
-    monkeypatch.setattr("transformers.models.llama.modeling_llama.LlamaDecoderLayer", Changed)
-    plain = tiny("llama")
-    model = copy.deepcopy(plain)
-    install_attention(model)
-    streaming = Streaming(LayerPlan(tile_tokens=5))
-    reasons = streaming.install(model)
-    assert len(reasons) == 2
-    assert all("differs from plain transformers" in (reason or "") for reason in reasons)
-    assert_parity(plain, model, batch(12))
-    assert streaming.stats().streamed == 0
-
-
-def test_attention_that_scales_by_positions_has_those_of_its_tile():
-    """Ministral 3: queries far along the row are longer. Not fused, since the fused form knows tables alone."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    rope = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 6, "beta_fast": 32.0}
-    config = AutoConfig.for_model(
-        "ministral3", vocab_size=128, hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=16, num_hidden_layers=2, max_position_embeddings=24, rope_parameters=rope | {"llama_4_scaling_beta": 0.7},
-    )  # fmt: skip
-    plain = AutoModelForCausalLM.from_config(config, attn_implementation="eager").double().train()
-    model, streaming = streamed(plain, prove=True)
-    assert_parity(plain, model, batch(23))
-    assert streaming.stats().fused_attentions == 0
-
-
-def test_a_layer_with_unknown_parts_is_described_as_such():
-    layer = tiny("llama").model.layers[0]
-    assert describe(layer) == Family("input_layernorm", None, "post_attention_layernorm", None)
-    layer.add_module("adapter", torch.nn.Linear(4, 4))
-    assert "adapter" in str(describe(layer))
-    del layer.adapter
-    layer.self_attn.o_proj, projection = torch.nn.Identity(), layer.self_attn.o_proj
-    assert "o_proj (Identity) is no linear layer" in str(describe(layer))
-    layer.self_attn.o_proj = projection
-    del layer.post_attention_layernorm
-    layer.add_module("pre_feedforward_layernorm", torch.nn.Identity())
-    assert "places that are not known" in str(describe(layer))
 
 
 @pytest.mark.parametrize("keep_on_device", [0, 1, 5])

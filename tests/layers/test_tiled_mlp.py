@@ -194,6 +194,76 @@ class _Asking(PhiMLP):
         return super().forward(hidden_states)
 
 
+class _Opening(PhiMLP):
+    """Mixes tokens by a weight that is zero until it is trained, behind a gate that is shut."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.open = nn.Parameter(torch.tensor(0.0))
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        before = nn.functional.pad(hidden_states, (0, 0, 1, 0))[:, :-1]
+        return super().forward(hidden_states + torch.relu(-self.open) * before)
+
+
+class _Drawing(PhiMLP):
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return nn.functional.dropout(super().forward(hidden_states), 0.1, self.training)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_mixing_behind_a_weight_that_is_zero_runs_whole(dtype: torch.dtype) -> None:
+    """It is tried with other weights too, once for all layers that are alike, and these stay as they are."""
+    layer: Any = copy.deepcopy(whole("phi").model.layers[0])
+    tried: set[str] = set()
+    assert find_mlps(layer, HIDDEN, tried) == (["mlp"], [])
+    assert len(tried) == 1
+    layer.mlp = _Opening(whole("phi").config)
+    layer = layer.to(dtype)
+    before = {name: parameter.clone() for name, parameter in layer.named_parameters()}
+    expected = ([], ["mlp (_Opening) does not work token by token with other weights than it has now"])
+    assert find_mlps(layer, HIDDEN, tried) == expected
+    assert len(tried) == 1
+    assert all(torch.equal(parameter, before[name]) for name, parameter in layer.named_parameters())
+
+
+class _Borrowing(nn.Module):
+    """Reads a weight of a module that it does not hold as a child."""
+
+    def __init__(self, lender: nn.Linear) -> None:
+        super().__init__()
+        self.lenders = [lender]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.gelu(x * self.lenders[0].weight.mean(1))
+
+
+def test_weights_that_are_somebody_elses_run_whole() -> None:
+    """They would get no gradient from tiles; here they get it."""
+    plain = whole("phi")
+    plain.model.layers[1].mlp.activation_fn = _Borrowing(plain.model.layers[0].mlp.fc1)
+    model, checkpointing = tiled(plain)
+    assert checkpointing.untiled == {1: "mlp (PhiMLP) reads weights that are not its own"}
+    assert_same_gradients(backward(model, 23)[1], backward(plain, 23)[1], 1e-5)
+
+
+def test_an_mlp_that_draws_where_no_name_tells_runs_whole_and_draws_the_same_again() -> None:
+    """Under one seed the gradients are those of plain transformers, whose masks are those of its one forward."""
+    plain = whole("phi")
+    for layer in plain.model.layers:
+        layer.mlp.__class__ = _Drawing
+    model, checkpointing = tiled(plain)
+    assert set(checkpointing.untiled.values()) == {"mlp (_Drawing) draws random numbers in its own code"}
+    found = []
+    for each in (plain, model):
+        torch.manual_seed(3)
+        found.append(backward(each, 23))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
+    assert_same_gradients(found[1][1], found[0][1], 1e-5)
+    torch.manual_seed(4)
+    assert backward(model, 23)[0] != pytest.approx(found[0][0], rel=1e-4)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize(
     ("kind", "reason"),
@@ -233,9 +303,10 @@ def test_hooks_inside_see_the_whole_row_and_those_of_parameters_run_once() -> No
         for parameter in model.parameters():
             parameter.register_hook(lambda gradient: 0.5 * gradient)
         assert_same_gradients(backward(model, length)[1], want, 1e-5)
-    model, _ = tiled(plain)
+    model, checkpointing = tiled(plain)
     rows: list[int] = []
     model.model.layers[0].mlp.fc1.register_forward_hook(lambda module, given, out: rows.append(out.shape[1]))
+    assert checkpointing.now_untiled() == {0: "PhiMLP: a hook on fc1 is to see whole rows"}
     backward(model, 23)
     assert rows == [23, 23]
 

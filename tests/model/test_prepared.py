@@ -479,3 +479,29 @@ def test_the_header_reads_back_what_is_on_the_model() -> None:
     levers(model).on_layer = None
     step(model, **batch(LENGTH))
     assert len(seen) == 4
+
+
+def test_the_header_says_which_layers_run_whole_for_somebodys_hooks() -> None:
+    """As hooks come and go: a gradient's is to run once, a module's to see whole rows."""
+    model: Any = prepare(tiny("qwen3", layers=3), settings(), plan())
+    hooks = [
+        model.model.layers[0].mlp.up_proj.weight.register_hook(lambda gradient: gradient),
+        model.model.layers[2].self_attn.q_norm.register_forward_hook(lambda *_: None),
+    ]
+
+    def lines() -> list[tuple[str, str]]:
+        state = levers(model)
+        assert state is not None
+        return [(value, reason) for label, value, reason in state.read_back() if label == "layers"]
+
+    streamed, row, gradient = lines()
+    assert streamed[0] == "1 of 3 streamed"
+    assert gradient[0] == row[0] == "1 of 3 checkpointed whole"
+    assert gradient[1].endswith("a hook on the gradient of mlp.up_proj.weight is to run once")
+    assert row[1].endswith("a hook on self_attn.q_norm is to see whole rows")
+    model(**batch(20)).loss.backward()
+    state: Any = levers(model)
+    assert state.checkpointing.stats().passed_on == 2
+    for hook in hooks:
+        hook.remove()
+    assert [value for value, _ in lines()] == ["3 of 3 streamed"]

@@ -25,7 +25,7 @@ from megaspan.attention import AttentionCall
 from megaspan.layers.family import Family, before, normed
 from megaspan.layers.fused import ACTIVATIONS, FORMS, Fused, RmsNorm, activate, rms_norm
 from megaspan.layers.norms import class_forward, norm_epsilon
-from megaspan.layers.tile import HOOKS, drawing
+from megaspan.layers.tile import HOOKS, drawing, hooked
 
 _PROJECTIONS, _HEAD_NORMS = ("q_proj", "k_proj", "v_proj"), ("q_norm", "k_norm")
 _MLP = {"gate_proj", "up_proj", "down_proj"}
@@ -111,7 +111,7 @@ class Halves:
             if name.startswith(part):
                 module = layer.get_submodule(name)
                 patched = "forward" in module.__dict__ and not name.endswith("_norm")  # norms are patched by `norms.py`
-                if type(module) is not kind or patched or _hooked(module):
+                if type(module) is not kind or patched or hooked(module):
                     return False
         return True
 
@@ -126,16 +126,6 @@ def _projected(projection: Any, hidden: Tensor, heads: slice | None, size: int) 
     rows = slice(heads.start * size, heads.stop * size)
     bias = None if projection.bias is None else projection.bias[rows]
     return F.linear(hidden, projection.weight[rows], bias).unflatten(-1, (-1, size))
-
-
-def _hooked(module: Any) -> bool:
-    """Whether a hook is on the module, other than those with which transformers collects outputs that are asked for.
-
-    Those stay on a model for good after one call that asks for any (`output_router_logits`); a call that asks for attention's
-    does not stream.
-    """
-    hooks = [hook for name in HOOKS for hook in getattr(module, name).values()]
-    return any(getattr(hook, "__module__", "") != "transformers.utils.output_capturing" for hook in hooks)
 
 
 def find_halves(layer: Any, family: Family, fused: Fused) -> Halves:

@@ -10,13 +10,17 @@ parameter gradient must agree.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from megaspan.attention import install as install_attention
+from megaspan.layers.checkpoint import checkpointed_layers
+from megaspan.layers.tile import drew, random_states
 
 _SIZES = {
     "vocab_size": 48,
@@ -55,6 +59,37 @@ def prove_family(model: nn.Module, fused: bool = True) -> str | None:
         return f"a toy {type(live).__name__} did not run: {type(error).__name__}: {str(error)[:200]}"
 
 
+def replaced_parts(model: nn.Module, layers: Sequence[nn.Module]) -> list[str | None]:
+    """For each layer, in words, a part that somebody has put there, or has given another forward; None where there is none.
+
+    Such a part is not in the toy, so nothing is proven of it. Adapters of peft are looked through: they are linear maps beside
+    others, and run in tiles like those.
+    """
+    live = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
+    with torch.random.fork_rng(devices=[]):
+        toy = _toy(live)
+    known = {part for layer in checkpointed_layers(toy) for part in _parts(layer)}
+    return [next((_told(*part) for part in _parts(layer) if part not in known), None) for layer in layers]
+
+
+def _parts(layer: nn.Module, name: str = "") -> Iterator[tuple[str, type | str]]:
+    """Names and classes of a module and all inside it, experts of a list as one."""
+    module: Any = layer
+    while type(module).__module__.startswith("peft."):
+        module = getattr(module, "base_layer", None) or module.original_module
+    own = "forward" in module.__dict__ and not isinstance(module, nn.modules.dropout._DropoutNd)  # those are by counter
+    # FSDP2 makes another class of a layer's.
+    kind = next(each for each in type(module).__mro__ if not issubclass(each, FSDPModule))
+    yield name, "a forward of somebody's own" if own else kind
+    for child, each in module.named_children():
+        yield from _parts(each, f"{name}.{'*' if child.isdigit() else child}".lstrip("."))
+
+
+def _told(name: str, kind: type | str) -> str:
+    what = kind if isinstance(kind, str) else f"a {kind.__name__}, which its class has not there"
+    return f"{name or 'it'} {'has' if isinstance(kind, str) else 'is'} {what}"
+
+
 def _toy(live: PreTrainedModel) -> PreTrainedModel:
     """A model of the same class and the same kinds of layers, in toy sizes, with random weights."""
     config: Any = copy.deepcopy(live.config)
@@ -73,6 +108,9 @@ def _toy(live: PreTrainedModel) -> PreTrainedModel:
         holder.output_router_logits = False
     with torch.device("cpu"):
         toy = type(live)(config).float().train()
+    for module in toy.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0  # those of streamed layers are by counter
     with torch.no_grad():
         for parameter in toy.parameters():
             if parameter.ndim < 2:
@@ -91,7 +129,11 @@ def _compare(plain: PreTrainedModel, fused: bool) -> str | None:
     streaming = Streaming(LayerPlan(tile_tokens=_TILE, fused=fused))
     streaming.install(streamed, prove=False)
     ids = torch.randint(plain.config.get_text_config().vocab_size, (1, _TOKENS))
-    wanted, got = _gradients(plain, ids), _gradients(streamed, ids)
+    before = random_states(ids.device)
+    wanted = _gradients(plain, ids)
+    if drew(before, ids.device):
+        return f"{type(plain).__name__} draws random numbers in its own code, and would draw others in tiles"
+    got = _gradients(streamed, ids)
     if streaming.stats().attention_forwards == 0:
         return "its layers were not reached through transformers' checkpointing"
     floor = 1e-6 * sum(float(tensor.square().sum()) for tensor in wanted.values()) ** 0.5

@@ -32,11 +32,11 @@ from megaspan.layers.halves import Halves, find_halves
 from megaspan.layers.norms import fuse_norms, unfuse_norms
 from megaspan.layers.reuse import Reuse
 from megaspan.layers.routing import Router, find_router, watching
-from megaspan.layers.selfcheck import prove_family
+from megaspan.layers.selfcheck import prove_family, replaced_parts
 from megaspan.layers.shards import compute_dtype, gathered
 from megaspan.layers.stream import Counts, LayerPlan, LayerRun
 from megaspan.layers.tape import Stores, Tape, most_waiting, passing
-from megaspan.layers.tile import hooked_parameters
+from megaspan.layers.tile import hooks_inside
 from megaspan.layers.tokenwise import tile_final_norm
 from megaspan.memory.disk import DiskTier
 from megaspan.plan.keep import KeepPolicy, LayerKeep, Place
@@ -146,7 +146,8 @@ class Streaming:
             proof = prove_family(model, fused)
             if proof and fused:
                 fused, self._unfused, proof = False, proof, prove_family(model, False)
-        self.reasons = [family if isinstance(family, str) else proof for family in families]
+        strange = replaced_parts(model, self._layers) if prove and proof is None else [proof] * len(families)
+        self.reasons = [family if isinstance(family, str) else part for family, part in zip(families, strange, strict=True)]
         self._policy = self._policy_of(self.keep)
         for index, (layer, family) in enumerate(zip(self._layers, families, strict=True)):
             if self.reasons[index] is None:
@@ -231,6 +232,11 @@ class Streaming:
                 yield balance
             finally:
                 self._balance = None
+
+    def now_whole(self) -> dict[int, str]:
+        """Streamed layers that run whole as they are now, with the reason: somebody's hooks have come to be inside."""
+        found = {index: hooks_inside(self._layers[index]) for index in self._streamed()}
+        return {index: reason for index, reason in found.items() if reason is not None}
 
     def stats(self) -> StreamStats:
         """Layers of both kinds, attention calls, host bytes held, bytes moved, seconds spent pinning."""
@@ -324,7 +330,7 @@ class Streaming:
             return self._inside_hooks(layer, index, family, checkpointed, function, *args)
         arguments = dict(getattr(function, "keywords", {}))
         x = args[0] if args else arguments.pop("hidden_states", None)
-        known = len(args) <= 1 and _known_call(layer, x, arguments) and not hooked_parameters(layer)
+        known = len(args) <= 1 and _known_call(layer, x, arguments) and hooks_inside(layer) is None
         if not known or self.general.dropout.cover(layer) is not None:
             self._counts.passed_on += 1
             with self._watching(index, layer):

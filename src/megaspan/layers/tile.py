@@ -31,9 +31,40 @@ def tiles(tokens: int, tile_tokens: int) -> list[slice]:
     return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
 
 
-def hooked_parameters(module: nn.Module) -> bool:
-    """Whether somebody's hook changes a parameter's gradient: in tiles it would run for each tile, and for the sum again."""
-    return any(parameter._backward_hooks for parameter in module.parameters())
+def hooked(module: nn.Module) -> bool:
+    """Whether somebody's hook is on this very module.
+
+    Those with which transformers collects outputs are not counted. They stay on a model for good after one call that asks for
+    any (`output_router_logits`); a call that asks for attention's does not stream.
+    """
+    hooks = [hook for name in HOOKS for hook in getattr(module, name).values()]
+    return any(getattr(hook, "__module__", "") != "transformers.utils.output_capturing" for hook in hooks)
+
+
+def hooks_inside(module: nn.Module) -> str | None:
+    """Where inside a module somebody's hook is, in words; None where there is none. Those of the module itself see its rows.
+
+    In tiles a hook of a module inside would see each tile, in the forward and again in the backward, where it sees whole rows
+    in plain transformers; one of a parameter's gradient would run for each tile, and for their sum again.
+    """
+    for name, parameter in module.named_parameters():
+        if parameter._backward_hooks:
+            return f"a hook on the gradient of {name} is to run once"
+    for name, each in module.named_modules():
+        if each is not module and hooked(each):
+            return f"a hook on {name} is to see whole rows"
+    return None
+
+
+def random_states(device: torch.device) -> list[Tensor]:
+    """The states of the generators that code on this device draws from, to be compared."""
+    there = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+    return [torch.get_rng_state(), *there]
+
+
+def drew(before: list[Tensor], device: torch.device) -> bool:
+    """Whether anything was drawn since `random_states(device)` gave `before`."""
+    return any(not torch.equal(was, now) for was, now in zip(before, random_states(device), strict=True))
 
 
 @final

@@ -119,7 +119,8 @@ class Levers:
             yield "checkpointing", "off", "every layer keeps what its backward needs"
             return
         stats = self.checkpointing.stats()
-        streamed = getattr(stats, "streamed", 0)
+        hooked: dict[int, str] = getattr(self.checkpointing, "now_whole", dict)()
+        streamed = getattr(stats, "streamed", 0) - len(hooked)
         if streamed:
             yield "layers", f"{streamed} of {stats.layers} streamed", self._streaming()
         routed = getattr(stats, "routed", 0)
@@ -130,7 +131,10 @@ class Levers:
         for reason in sorted({reason for reason in reasons if reason is not None}):
             whole = f"{reasons.count(reason)} of {stats.layers} checkpointed whole"
             yield "layers", whole + self._tiled(), f"attention runs forward twice: {reason}"
-        for part in sorted(set(self._general().untiled.values())):
+        for reason in sorted(set(hooked.values())):
+            whole = f"{list(hooked.values()).count(reason)} of {stats.layers} checkpointed whole"
+            yield "layers", whole, f"attention runs forward twice: {reason}"
+        for part in sorted(set(self._general().now_untiled().values())):
             yield "layers", "an MLP runs whole", part
         for kind, name in (("input", "layer inputs"), ("output", "attention outputs")):
             places = self.checkpointing.places()[kind]
@@ -157,7 +161,11 @@ class Levers:
         again = plan.model.layers - plan.keep_outputs
         times = "once" if again <= 0 else f"twice in {again} layers, once in the others"
         heads = f", {plan.kv_heads_per_call} KV heads a call in attention's backward" if plan.kv_heads_per_call else ""
-        return f"attention runs forward {times}; tiles of {plan.layer_tile_tokens:,} tokens{heads}"
+        ranks = plan.sizes.cp * plan.sizes.sp
+        tiles = f"the rest in tiles of {plan.layer_tile_tokens:,} tokens"
+        if plan.layer_tile_tokens * ranks >= plan.tokens:
+            tiles = "a row is one tile" if ranks == 1 else "what a rank has of a row is one tile"
+        return f"attention runs forward {times}; {tiles}{heads}"
 
 
 def prepare(model: Model, args: SFTConfig, plan: Plan | None = None, *, on_layer: OnLayer | None = None) -> Model:
