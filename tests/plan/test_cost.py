@@ -171,11 +171,13 @@ def test_all_logits_are_what_the_plain_loss_holds() -> None:
     [("llama", torch.bfloat16), ("qwen3", torch.bfloat16), ("olmo2", torch.bfloat16), ("qwen3", torch.float32)],
     ids=str,
 )
-@pytest.mark.parametrize(("tokens", "tile", "group"), [(512, 4096, None), (2048, 256, None), (2048, 256, 1)])
+@pytest.mark.parametrize(("tokens", "tile", "group"), [(512, 4096, None), (1024, 128, None), (1024, 128, 1)])
 def test_a_streamed_layer_needs_what_the_plan_says(
     family: str, dtype: torch.dtype, tokens: int, tile: int, group: int | None
 ) -> None:
     """The peak of its backward on the CPU is never above the plan, nor far below it."""
+    if dtype == torch.float32 and tokens > tile:  # weights weigh more there: a longer row beside them
+        tokens, tile = 2 * tokens, 2 * tile
     from megaspan.attention import install
     from megaspan.layers.stream import LayerPlan
     from megaspan.layers.streamed import Streaming
