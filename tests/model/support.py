@@ -47,6 +47,8 @@ def plan(
         layer_tile_tokens=9,
         kv_heads_per_call=heads,
         keep_outputs=outputs,
+        tokens=256,
+        sizes=SimpleNamespace(cp=1, sp=1),
         model=SimpleNamespace(layers=2),
     )
 
