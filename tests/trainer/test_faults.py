@@ -200,7 +200,14 @@ def what_was_asked_for_is_what_runs(rank: int, world_size: int, folder: Path, ou
     seen: list[int] = []
     first = run.model.model.layers[0]
     first.register_forward_pre_hook(lambda module, args, kwargs: seen.append(args[0].shape[1]), with_kwargs=True)
-    run.evaluate()
+    heart = run._job.ranks.heart
+    assert heart is not None
+    with patch.object(heart, "beat", wraps=heart.beat) as beat:
+        run.evaluate()
+    assert [each.args[0] for each in beat.call_args_list] == [
+        "evaluation row 1",
+        "after the evaluation",
+    ]
     assert seen == [20]
     assert run._job._spread() == "20 on each of its 2 ranks"
     run.evaluate(documents([9]))
@@ -208,8 +215,6 @@ def what_was_asked_for_is_what_runs(rank: int, world_size: int, folder: Path, ou
         run.evaluate(documents([9], seed=rank))
     with pytest.raises(UserError, match="the data differs between ranks: rank 1 has"):
         trainer(folder, out, documents([40, 11], seed=rank), use_cpu=True, cp_size=2, max_steps=1)
-    heart = run._job.ranks.heart
-    assert heart is not None
     heart.close()
 
 

@@ -1,11 +1,14 @@
 """What the header says about a run's parts."""
 
 import dataclasses
+import re
 
 import pytest
 import torch
 
 from megaspan import world
+from megaspan.attention.choose import KernelChoice, choose_kernel
+from megaspan.attention.tiled import TiledMath
 from megaspan.config import SFTConfig
 from megaspan.human import UserError
 from megaspan.plan.keep import KeepPolicy
@@ -22,7 +25,7 @@ __all__ = ["model_folder"]
         ({"save_minutes": None}, "every checkpoint is kept (save_total_limit: null)"),
         ({"save_total_limit": 1}, "save_total_limit: 1 keeps the newest"),
         ({"save_total_limit": 2}, "save_total_limit: 2 keeps the newest"),
-        ({"save_strategy": "no"}, "no checkpoint but at a signal"),
+        ({"save_strategy": "no"}, "a checkpoint only when a signal stops the run"),
     ],
 )
 def test_what_will_lie_on_the_disk_is_said(options, said):
@@ -91,10 +94,53 @@ def test_rows_a_step_are_told_with_their_product(tmp_path, model_folder, sizes, 
     assert there.rows_per_step == mesh.size("data") * batch * windows
 
 
-def test_the_header_tells_the_product(tmp_path, model_folder, capsys):
+def test_the_header_is_understood_by_who_has_never_seen_one(tmp_path, model_folder, capsys):
+    """Nothing about tiles that no row fills, two kernels of one name, seconds of something without a name."""
     trainer(model_folder, tmp_path, documents([40, 30]), max_steps=1, gradient_accumulation_steps=2).train()
-    told = "rows a step: 2 = 1 process × 1 (per_device_train_batch_size) × 2 (gradient_accumulation_steps); steps an epoch: 1"
-    assert told in capsys.readouterr().err
+    told = capsys.readouterr().err
+    product = (
+        "rows a step: 2 = 1 process × 1 (per_device_train_batch_size) × 2 (gradient_accumulation_steps); steps an epoch: 1"
+    )
+    assert product in told
+    assert "attention runs forward once; a row is one tile\n" in told
+    (attention,) = (line for line in told.splitlines() if line.startswith("  attention  "))
+    assert attention.endswith("fastest proven for head size 16, float32 on cpu")
+    (seconds,) = (line for line in told.splitlines() if line.startswith("  prepared in"))
+    assert re.sub(r"[\d.]+ m?s", "1 s", seconds).split(maxsplit=2)[2] == (
+        "rows 1 s, weights 1 s, plan and trials of the layers 1 s, host memory 1 s"
+    )
+
+
+@pytest.mark.parametrize(
+    ("sizes", "told"),
+    [
+        ({"cp": 8}, "weights and AdamW's states cut over 8 ranks, a row's tokens cut over 8 ranks"),
+        ({"dp_shard": 2}, "weights and AdamW's states cut over 2 ranks, 2 ranks with a row each"),
+        ({"dp_replicate": 2, "cp": 2, "sp": 2}, "2 copies of the model, weights and AdamW's states cut over 4 ranks, 2 groups "
+         "of ranks with a row each, a row's tokens cut over 2 ranks, its heads shared by 2 ranks"),
+    ],
+)  # fmt: skip
+def test_what_ranks_share_is_told(tmp_path, model_folder, sizes, told):
+    made = trainer(model_folder, tmp_path, documents([40, 30]), max_steps=1)._job
+    (line,) = dataclasses.replace(made, ranks=world.Ranks(world.Mesh(**sizes), made.device))._rank_lines()
+    assert line.reason == told
+
+
+def test_which_kernel_runs_when_is_told():
+    """Calls of several documents, or of a rank's parts of a row, may take another kernel: `cp_size` alone makes such calls."""
+    plain, window = (choose_kernel("cpu", torch.float32, 16, window) for window in (None, 8))
+    both = [choose_kernel("cpu", torch.float32, 16, window, segments=2) for window in (None, 8)]
+    assert [each.several for each in (plain, window, *both)] == [False, False, True, True]
+    alike = "; also for several documents, or a rank's parts of a row, in one call"
+    lines = [line for line in job.attention_lines([plain, window]) if not line.loud]
+    assert [line.reason for line in lines] == [plain.reason, window.reason]
+    lines = [line for line in job.attention_lines([plain, window, *both]) if not line.loud]
+    assert [line.reason for line in lines] == [plain.reason + alike, window.reason + alike]
+    slower = KernelChoice(TiledMath(), "it is proven", "SLOWER", several=True)
+    lines = job.attention_lines([plain, slower])
+    assert [(line.value, line.loud) for line in lines] == [(plain.name, False), (slower.name, False), ("SLOWER", True)]
+    assert lines[0].reason == f"for one document in a call: {plain.reason}"
+    assert lines[1].reason == "for several documents, or a rank's parts of a row, in one call: it is proven"
 
 
 @pytest.mark.parametrize(

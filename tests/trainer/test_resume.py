@@ -189,6 +189,30 @@ def test_an_abandoned_step_draws_the_same_dropout_again(tmp_path, model_folder, 
     assert_same_bits(weights(second.model), weights(whole.model))
 
 
+def test_a_signal_in_an_evaluation_is_answered_before_the_next_row(tmp_path, model_folder):  # noqa: F811
+    """Held-out rows of a million tokens are minutes each. The complete checkpoint is that of the step before."""
+    options = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "eval_dataset": documents([20, 9, 30])}
+    first = trainer(model_folder, tmp_path / "run", DATA, **options)
+    seen = []
+
+    def forward(*_):
+        seen.append(1)
+        if len(seen) == 2:  # the first held-out row
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.3)
+
+    first.model.register_forward_pre_hook(forward)
+    with pytest.raises(Interrupted) as caught:
+        first.train()
+    assert len(seen) == 2
+    assert "checkpoint-1 is complete" in caught.value.__notes__[0]
+    whole = trainer(model_folder, tmp_path / "whole", DATA, **options)
+    whole.train()
+    second = trainer(model_folder, tmp_path / "run", DATA, **options)
+    second.train(resume_from_checkpoint=True)
+    assert_same_bits(weights(second.model), weights(whole.model))
+
+
 def _interrupt_at_layer(run, calls):
     """Makes the signal come at the layer boundary number `calls`, as the loop hears it."""
     passed, watch = {"layers": 0}, run._job.watch_layers

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, EarlyStoppingCallback, TrainerCal
 
 from megaspan import SFTTrainer
 from megaspan.human import UserError
+from megaspan.world import Ranks
 from tests.models import assert_same_gradients, tiny
 from tests.trainer.support import (  # noqa: F401
     assert_same_bits,
@@ -124,14 +125,17 @@ def test_a_step_without_a_trained_token_changes_nothing_and_says_so(tmp_path, mo
     assert all(torch.isfinite(parameter).all() for parameter in run.model.parameters())
 
 
-def test_a_gradient_that_is_not_finite_stops_the_run_before_the_update(tmp_path, model_folder):  # noqa: F811
+def test_a_gradient_that_is_not_finite_stops_the_run_before_the_update(tmp_path, model_folder, monkeypatch):  # noqa: F811
     run = trainer(model_folder, tmp_path, documents([20]), max_steps=1)
     with torch.no_grad():
         run.model.model.layers[0].mlp.up_proj.weight[0, 0] = math.inf
     before = weights(run.model)
+    left: list[str] = []
+    monkeypatch.setattr(Ranks, "abandon", lambda self, error: left.append(str(error)))
     with pytest.raises(RuntimeError, match="nothing was updated"):
         run.train()
     assert_same_bits(weights(run.model), before)
+    assert "nothing was updated" in left[0]  # other ranks do not wait, whatever the script does with the error
 
 
 def test_evaluation_is_training_without_the_update(tmp_path, model_folder):  # noqa: F811

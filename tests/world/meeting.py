@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from megaspan.world import Heartbeat, Launch, Limits
 
-FAST = Limits(period=0.05, name=0.5, end=1.2)
+FAST = Limits(period=0.05, name=0.5, end=1.2, left=0.3)
 
 
 class Ended(list):

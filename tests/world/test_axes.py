@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import itertools
 import shlex
+from datetime import timedelta
 
 import pytest
 from hypothesis import given
@@ -109,7 +110,7 @@ def test_places_are_those_of_a_block_of_ranks(sizes):
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 8, 1), (2, 2, 2, 2), (1, 2, 1, 3), (2, 4, 1, 1)])
-def test_torch_s_mesh_has_the_same_places(sizes):
+def test_torch_s_mesh_has_the_same_places(sizes, monkeypatch):
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -123,6 +124,12 @@ def test_torch_s_mesh_has_the_same_places(sizes):
         assert made.fsdp.mesh_dim_names == (("dp_replicate", "shard") if mesh.dp_replicate > 1 else ("shard",))
         assert made.fsdp.size() == mesh.ranks
         assert made.fsdp["shard"].get_local_rank() == mesh.coordinate("shard")
+        # torch gives groups along an axis its own timeout, which a long save of one rank would outlast.
+        set_to = {}
+        monkeypatch.setattr(dist.distributed_c10d, "_set_pg_timeout", lambda timeout, group: set_to.update({group: timeout}))
+        made.set_timeout(timedelta(hours=2))
+        used = {made.group(axis) for axis in (*AXES, "shard", "row", "data")} | set(made.fsdp.get_all_groups())
+        assert set_to == dict.fromkeys(used, timedelta(hours=2))
     finally:
         dist.destroy_process_group()
 

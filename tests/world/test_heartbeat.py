@@ -101,6 +101,39 @@ def test_a_rank_that_fails_ends_the_others_with_its_code_in_silence(meet, capsys
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize("goes_on", [False, True], ids=["its process ends", "it makes another trainer"])
+def test_a_rank_that_leaves_a_step_ends_those_that_wait_for_it(meet, capsys, goes_on):
+    """`sys.exit` in a callback, or an error that a script catches on one rank: nobody is dead, and nobody answers any more."""
+    hearts, ended, _ = meet(3)
+    for heart in hearts:
+        heart.beat("forward layer 5")
+    hearts[1].abandon(ValueError("a bad row"))
+    leave = threading.Thread(target=hearts[1].renew if goes_on else hearts[1].close)
+    leave.start()
+    until(lambda: ended[0] == 1 and ended[2] == 1)
+    told = capsys.readouterr().err
+    assert told.startswith(
+        "megaspan: rank 1 has left 'forward layer 5' by ValueError (a bad row), and its script went on; rank "
+    )
+    assert told.count("megaspan:") == 1
+    part(hearts)
+    leave.join(10)
+
+
+def test_ranks_that_all_leave_a_step_are_left_alone(meet, capsys):
+    """One after the other, and the last of them has work of its own first."""
+    hearts, ended, _ = meet(2)
+    for heart in hearts:
+        heart.beat("forward layer 5")
+        heart.abandon(ValueError())
+    hearts[0].renew()
+    time.sleep(2 * FAST.left)
+    hearts[1].renew()
+    part(hearts)
+    assert ended == [None, None]
+    assert capsys.readouterr().err == ""
+
+
 def test_a_rank_that_dies_without_a_word_is_named(meet, capsys):
     dead = dead_process()
     hearts, ended, _ = meet(3)

@@ -31,12 +31,14 @@ class KernelChoice:
         reason: half a sentence for the run header.
         loud: a line to print in any case, because this machine could run something faster; None when it could not.
         also: the choices for the model's other kinds of layers (windows), when there are any.
+        several: it is for several documents, or a rank's parts of a row, in one call.
     """
 
     kernel: Kernel
     reason: str
     loud: str | None = None
     also: tuple[KernelChoice, ...] = ()
+    several: bool = False
 
     @property
     def name(self) -> str:
@@ -102,7 +104,7 @@ def choose_for(case: Case, sinks: bool = False, kernels: tuple[Kernel, ...] = KE
     for kernel in kernels:
         refusal = kernel.refusal(case)
         if refusal is None:
-            return KernelChoice(kernel, _reason(case, sinks, refused), _loud(kernel, refused))
+            return KernelChoice(kernel, _reason(case, sinks, refused), _loud(kernel, refused), several=not case.plain)
         refused.append((kernel, refusal))
     raise AssertionError("the last kernel takes every case")
 

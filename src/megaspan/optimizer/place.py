@@ -104,8 +104,8 @@ def describe(trained: Collection[Trained], rule: Rule, states: StatePlan, room: 
         what = "masters and moments" if has_masters else "moments"
         said.append(f"{what} lie in {_memory(next(iter(first.moments.values())))} and are updated in pieces on the device")
     parts = [name for name, there in (("gradients", states.gradients == "device"), ("moments", not first.on_host)) if there]
-    cut = f", cut over {ranks} ranks," if ranks > 1 else ""
-    took = f"{count:,} trained parameters{cut} take {format_bytes(device)}" + (f" with {' and '.join(parts)}" if parts else "")
+    took = f"{count:,} trained parameters take {format_bytes(device)}" + (f" with {' and '.join(parts)}" if parts else "")
+    took += f" on each of {ranks} ranks" if ranks > 1 else ""
     if room.bytes:
         took += f" on the device, {format_bytes(room.bytes)} on the host"
     return precision, "; ".join([*said, took])

@@ -51,4 +51,5 @@ def flops_formula(facts: ModelFacts, *, frozen: bool = False) -> str:
     attention = [f"{full} layers x {per_layer} x T(T+1)/2"] * (full > 0)
     attention += [f"{len(windows)} layers x {per_layer} x pairs within {windows[0]:,}"] if windows else []
     factor = 4 if frozen else 6
-    return f"{factor} x {linear_weights(facts):,} weights x T + {' + '.join(attention)}; recomputation not counted"
+    formula = f"{factor} x {linear_weights(facts):,} weights x T + {' + '.join(attention)}"
+    return f"{formula} for a row of T tokens; recomputation not counted"

@@ -18,6 +18,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from megaspan import store, world
+from megaspan.attention.choose import KernelChoice
 from megaspan.config import SFTConfig
 from megaspan.config.defaults import as_yaml, differing_defaults
 from megaspan.data import Rows, prepare_rows
@@ -32,6 +33,18 @@ from megaspan.trainer.share import Share
 
 # FLOP a second that nothing real stays below: what a rank is given before the others wonder where it is.
 _SLOWEST = {"cuda": 5e13, "cpu": 2e9}
+# Seconds that a first forward may take longer, in each of its phases: kernels are compiled and memory is pinned there.
+FIRST_FORWARD = 60.0
+
+
+# What was done, by the names that run.json has for its seconds.
+_DONE = {
+    "tokenise": "rows",
+    "load": "weights",
+    "levers": "plan and trials of the layers",
+    "pin": "host memory",
+}
+_SEVERAL = "several documents, or a rank's parts of a row, in one call"
 
 
 @dataclass
@@ -114,6 +127,11 @@ class Job:
         """Seconds within which a layer of the longest row has surely begun and ended."""
         flops = model_flops(self.facts, self.plan.tokens, frozen=self.frozen)
         return flops / self.facts.layers / self.ranks.mesh.size("row") / _SLOWEST.get(self.device.type, 5e13)
+
+    @property
+    def row_patience(self) -> float:
+        """Seconds within which the forward of the longest row has surely ended, the first one too."""
+        return self.layer_patience * self.facts.layers + FIRST_FORWARD
 
     def synchronize(self) -> None:
         """Waits for the device, so that seconds are those of finished work."""
@@ -236,12 +254,15 @@ class Job:
             *launch_lines(self.saved_dtype()),
             Line("positions", str(rotary), self.loaded.rope.reason),
             *[Line("positions", str(entry)) for entry in others],
-            *[Line(label, value, reason) for label, value, reason in self.levers.read_back()],
-            *[Line("attention", choice.loud, loud=True) for choice in self.kernels if choice.loud],
+            *attention_lines(self.kernels),
+            *[Line(label, value, reason) for label, value, reason in self.levers.read_back() if label != "attention"],
             self._memory_line(),
             Line("saving", str(rehearsal), _kept(self.args)),
             Line("model FLOP", flops_formula(facts, frozen=self.frozen), self._of_each_rank()),
-            Line("prepared in", ", ".join(f"{name} {format_seconds(value)}" for name, value in self.seconds.items())),
+            Line(
+                "prepared in",
+                ", ".join(f"{_DONE.get(name, name)} {format_seconds(took)}" for name, took in self.seconds.items()),
+            ),
         ]
         if self.device.type == "cuda":
             allocator = world.allocator()
@@ -258,7 +279,7 @@ class Job:
         return lines + [Line("unlike TRL", text) for text in differing_defaults(self.args)]
 
     @property
-    def kernels(self) -> Sequence[Any]:
+    def kernels(self) -> Sequence[KernelChoice]:
         """The attention kernels of the model's kinds of layers."""
         return (self.levers.kernel, *self.levers.kernel.also)
 
@@ -266,11 +287,12 @@ class Job:
         mesh = self.ranks.mesh
         if mesh.ranks == 1:
             return []
-        told = [f"weights and AdamW's states over {mesh.size('shard')}"] * (mesh.size("shard") > 1)
-        told += [f"{mesh.dp_replicate} copies of the model"] * (mesh.dp_replicate > 1)
-        told += [f"rows over {mesh.size('data')}"] * (mesh.size("data") > 1)
-        told += [f"a row's tokens over {mesh.cp}"] * (mesh.cp > 1)
-        told += [f"heads of a row over {mesh.sp}"] * (mesh.sp > 1)
+        told = [f"{mesh.dp_replicate} copies of the model"] * (mesh.dp_replicate > 1)
+        told += [f"weights and AdamW's states cut over {mesh.size('shard')} ranks"] * (mesh.size("shard") > 1)
+        groups = "ranks" if mesh.size("row") == 1 else "groups of ranks"
+        told += [f"{mesh.size('data')} {groups} with a row each"] * (mesh.size("data") > 1)
+        told += [f"a row's tokens cut over {mesh.cp} ranks"] * (mesh.cp > 1)
+        told += [f"its heads shared by {mesh.sp} ranks"] * (mesh.sp > 1)
         return [Line("ranks", str(mesh), ", ".join(told))]
 
     def _product(self) -> str:
@@ -316,6 +338,26 @@ class Job:
         return Line("planned memory", device, f"{host}; DOES NOT FIT by the plan{lever}", loud=True)
 
 
+def attention_lines(choices: Sequence[KernelChoice]) -> list[Line]:
+    """Which kernel runs when: one line for each kind of layer, two where calls of several documents or parts take another one.
+
+    Args:
+        choices: those of each kind of layer, then those of the same kinds for several documents or parts in one call.
+    """
+    alone, several = ([choice for choice in choices if choice.several == many] for many in (False, True))
+    lines = []
+    for number, choice in enumerate(alone):
+        other = several[number] if number < len(several) else None
+        if other is None:
+            lines.append(Line("attention", choice.name, choice.reason))
+        elif (other.name, other.reason.replace(", variable lengths", "")) == (choice.name, choice.reason):
+            lines.append(Line("attention", choice.name, f"{choice.reason}; also for {_SEVERAL}"))
+        else:
+            lines.append(Line("attention", choice.name, f"for one document in a call: {choice.reason}"))
+            lines.append(Line("attention", other.name, f"for {_SEVERAL}: {other.reason}"))
+    return lines + [Line("attention", choice.loud, loud=True) for choice in choices if choice.loud]
+
+
 def update_options(args: SFTConfig) -> dict[str, Any]:
     """The options that shape an update and may be changed at a resume: said then, since the run is another from there on."""
     return {name: getattr(args, name) for name in _OF_THE_UPDATE}
@@ -347,7 +389,7 @@ _OF_THE_UPDATE = (
 def _kept(args: SFTConfig) -> str:
     """Which checkpoints will lie on the disk, and which of them nobody can count before the first step."""
     if args.save_strategy == "no":
-        return "no checkpoint but at a signal"
+        return "a checkpoint only when a signal stops the run"
     if args.save_total_limit is not None:
         return f"save_total_limit: {args.save_total_limit} keeps the newest"
     timed = f"; those of save_minutes: {args.save_minutes:g} are not in what is needed" if args.save_minutes else ""

@@ -26,12 +26,9 @@ from megaspan.report import Metrics, Progress
 from megaspan.store import random_state, restore_random_state
 from megaspan.trainer.callbacks import Callbacks
 from megaspan.trainer.interrupt import Interrupted, Interrupts
-from megaspan.trainer.job import Job
+from megaspan.trainer.job import FIRST_FORWARD, Job
 from megaspan.trainer.schedule import Schedule
 from megaspan.trainer.step import Accumulator, Sums
-
-# Seconds that the first step may take longer, in each of its phases: kernels are compiled and memory is pinned there.
-_FIRST_STEP = 60.0
 
 
 @dataclass
@@ -39,7 +36,7 @@ class Loop:
     """One call of `train`: from the step that the state stands at to the last.
 
     Attributes:
-        evaluate: measures the held-out rows and returns named values.
+        evaluate: measures the held-out rows and returns named values; calls what it is given before each of them.
         save: writes a complete checkpoint of the state as it stands and returns its path.
         unlogged: totals since the last log line, part of a checkpoint.
     """
@@ -52,7 +49,7 @@ class Loop:
     metrics: Metrics
     progress: Progress
     interrupts: Interrupts
-    evaluate: Callable[[], dict[str, float]]
+    evaluate: Callable[[Callable[[int], None]], dict[str, float]]
     save: Callable[[], Path]
     unlogged: Sums
 
@@ -96,6 +93,7 @@ class Loop:
             interrupted.add_note(f"{path} is complete; --resume_from_checkpoint true continues from step {state.global_step}")
             raise
         except BaseException as error:
+            self.job.ranks.abandon(error)
             if self.optimizer.updating:
                 error.add_note("an update had begun: the weights are between two steps and are not saved")
             raise
@@ -174,8 +172,7 @@ class Loop:
             self.unlogged.clear()
             self._lengths, self._logged_at = [], now
         if control.should_evaluate:
-            self._where = f"evaluation after step {state.global_step} "
-            self._log(self.evaluate() | {"epoch": round(state.epoch, 4)})
+            self._log(self.evaluate(self._evaluation_row) | {"epoch": round(state.epoch, 4)})
             self.job.ranks.beat(f"after evaluation after step {state.global_step}", None)
             self._logged_at = time.monotonic()
         if control.should_save or save_is_due:
@@ -228,9 +225,14 @@ class Loop:
             )
         self.progress.layer(phase, index)
 
+    def _evaluation_row(self, number: int) -> None:
+        """Before each row of an evaluation: many of them last as long as many steps."""
+        self.job.ranks.beat(f"evaluation after step {self.callbacks.state.global_step} row {number + 1}", self.job.row_patience)
+        self._check()
+
     def _beat(self, phase: str) -> None:
         """Notes where this rank is, and how long it may stay there before the others wonder."""
-        first = _FIRST_STEP if self.callbacks.state.global_step == self._begun_at else 0.0
+        first = FIRST_FORWARD if self.callbacks.state.global_step == self._begun_at else 0.0
         self.job.ranks.beat(self._where + phase, self.job.layer_patience + first)
 
     def _check(self) -> None:

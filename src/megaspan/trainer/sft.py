@@ -215,7 +215,8 @@ class SFTTrainer:
             metric_key_prefix: goes before each name.
         """
         rows = self._job.eval_rows if eval_dataset is None else self._job.prepare_eval(eval_dataset)
-        metrics = self._evaluate(rows, metric_key_prefix)
+        metrics = self._evaluate(None, rows, metric_key_prefix)
+        self._job.ranks.beat("after the evaluation", None)
         self.state.log_history.append(metrics | {"step": self.state.global_step})
         return metrics
 
@@ -227,7 +228,10 @@ class SFTTrainer:
         out = Path(output_dir or Path(self.args.output_dir) / store.FINAL)
         store.save_model(self.model, self.processing_class, out)
 
-    def _evaluate(self, rows: Any = None, prefix: str = "eval") -> dict[str, float]:
+    def _evaluate(
+        self, begins: Callable[[int], None] | None = None, rows: Any = None, prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Metrics of held-out rows; `begins` is called before each of this rank's, and may raise."""
         rows = self._job.eval_rows if rows is None else rows
         if rows is None:
             raise UserError(
@@ -239,7 +243,7 @@ class SFTTrainer:
         training = self.model.training
         self.model.eval()
         try:
-            accumulator.evaluate(rows)
+            accumulator.evaluate(rows, begins or self._evaluation_begins)
             total = accumulator.sums()
         finally:
             self.model.train(training)
@@ -247,6 +251,10 @@ class SFTTrainer:
         metrics = {f"{prefix}_{name}": value for name, value in values.items()}
         self._callbacks.evaluated(metrics)
         return metrics
+
+    def _evaluation_begins(self, number: int) -> None:
+        """Row `number` of an evaluation outside of the loop begins."""
+        self._job.ranks.beat(f"evaluation row {number + 1}", self._job.row_patience)
 
     def _start_state(self, schedule: Schedule, optimizer: Optimizer) -> None:
         args, state = self.args, self.state

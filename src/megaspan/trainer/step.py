@@ -115,9 +115,15 @@ class Accumulator:
                 raise RuntimeError("a forward has no gradient, and other ranks would wait for this one in the backward")
 
     @torch.no_grad()
-    def evaluate(self, rows: Rows) -> None:
-        """Forward of rows."""
-        for places in self.share.deal(rows.lengths):
+    def evaluate(self, rows: Rows, begins: Callable[[int], None]) -> None:
+        """Forward of rows.
+
+        Args:
+            rows: of all ranks.
+            begins: called before each forward, with its number, as often on every rank.
+        """
+        for number, places in enumerate(self.share.deal(rows.lengths)):
+            begins(number)
             row = rows[places[0]] if places else untrained(rows[0])
             self._forward(row, trained_tokens(row), None, counts=bool(places))
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -136,6 +137,13 @@ class DeviceAxes:
     def group(self, axis: str) -> ProcessGroup:
         """This rank's process group along an axis, or along a joined one: shard, row or data."""
         return self.joined[axis].get_group() if axis in self.joined else self.root.get_group(axis)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """How long a collective along any of the axes may wait."""
+        from torch.distributed.distributed_c10d import _set_pg_timeout  # private, but the only way in torch 2.11 and 2.13
+
+        for group in {*self.root.get_all_groups(), *self.fsdp.get_all_groups(), *(self.group(axis) for axis in self.joined)}:
+            _set_pg_timeout(timeout, group)
 
 
 def device_axes(mesh: Mesh, device_type: str) -> DeviceAxes:

@@ -3,7 +3,8 @@
 Without it a rank that stands still shows after 10 to 30 minutes as a watchdog's dump of the ranks that waited. Here each rank
 notes where it is (`beat`, two assignments, no network), and its thread writes the note to the board twice a second and reads
 those of the others. A rank that holds the others up is named within a minute and, if it does not move again, the run is ended;
-one that dies or fails ends all others within two seconds, whatever launcher started them.
+one that dies or fails ends all others within two seconds, whatever launcher started them. One that leaves a step by `sys.exit`,
+or by an error that its script catches, ends those that wait for it.
 
 The same notes let all ranks stop at one place when a signal comes to any of them (`boundary`): each would abandon its step at a
 layer of its own, and the first collective after that would never be answered.
@@ -38,11 +39,13 @@ class Limits:
         period: between two looks.
         name: silence after which a rank that is behind is named; or twice what its phase is expected to last.
         end: silence after which the run is ended; or five times what its phase is expected to last.
+        left: silence after which the run is ended where another rank has left in the middle of a step.
     """
 
     period: float = 0.5
     name: float = 45.0
     end: float = 300.0
+    left: float = 10.0
 
 
 NAME_FACTOR, END_FACTOR = 2.0, 5.0
@@ -97,6 +100,15 @@ class Heartbeat:
         """
         self._beat = (self._beat[0] + 1, phase, patience, time.monotonic())
 
+    def abandon(self, error: BaseException) -> None:
+        """Notes that this rank leaves a step in its middle. The others wait for it in vain, unless they all do the same.
+
+        Args:
+            error: why; a script may catch it and go on.
+        """
+        self._abandoned = f"{self._beat[1]!r} by {type(error).__name__}" + (f" ({error})" if str(error) else "")
+        self.beat("after an error", None)
+
     def boundary(self, signum: int | None) -> int | None:
         """A place where all ranks can stop together. All ranks must pass the same ones in the same order.
 
@@ -123,7 +135,7 @@ class Heartbeat:
 
     def renew(self, limits: Limits | None = None) -> None:
         """Leaves the session of one trainer and begins that of the next; nobody is waited for."""
-        self._own.write(f"{self._now.name}left/{self._launch.rank}", 0)
+        self._leave()
         self._limits = limits or self._limits
         self._begin()
 
@@ -132,6 +144,14 @@ class Heartbeat:
         with self._lock:
             self._now = Session("" if number == 1 else f"{number}/")
             self._beat = (0, "start", None, time.monotonic())
+            self._abandoned = ""
+
+    def _leave(self) -> None:
+        """Says that this rank is done with the session; and before, that it was in the middle of a step."""
+        here, rank = self._now.name, self._launch.rank
+        if self._abandoned:
+            self._own.write(f"{here}midway/{rank}", self._abandoned)
+        self._own.write(f"{here}left/{rank}", 0)
 
     def close(self, wait: float = 600.0) -> None:
         """Waits until every rank is done, so that none ends while another still needs it, and stops watching.
@@ -146,7 +166,7 @@ class Heartbeat:
             code = left(self._own, self._launch.world_size, here).get(rank)
             self.failed = bool(code) and not self.stopped
             if code is None:
-                self._own.write(f"{here}left/{rank}", 0)
+                self._leave()
             if not self.failed:
                 self._own.write(f"ended/{rank}", True)
                 self._wait_for_others(here, wait)
@@ -198,6 +218,10 @@ class Heartbeat:
             self._finish(codes[0])  # a signal ended another rank outside of all boundaries, so there is nothing to save
         if death := find_death(self._board, size, here):
             self._finish(1, death)
+        if gone and patience is not None and time.monotonic() - at > self._limits.left:
+            for other, where in self._board.read(f"{here}midway/{other}" for other in gone).items():
+                why = f"rank {other.rpartition('/')[2]} has left {where}, and its script went on"
+                self._finish(1, f"{why}; rank {rank} waits for it in {phase!r}")
         beats = {r: notes[f"{here}beat/{r}"] for r in range(size) if f"{here}beat/{r}" in notes}
         if f"{here}halt" in notes:
             now.halt(notes[f"{here}halt"], {r: beat[4] for r, beat in beats.items()}, gone, size)

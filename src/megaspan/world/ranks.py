@@ -58,6 +58,11 @@ class Ranks:
         if self.heart is not None:
             self.heart.beat(phase, patience)
 
+    def abandon(self, error: BaseException) -> None:
+        """Notes that this rank leaves a step in its middle; see `Heartbeat.abandon`."""
+        if self.heart is not None:
+            self.heart.abandon(error)
+
     def boundary(self, signum: int | None) -> int | None:
         """The signal to stop for at this place, on all ranks or on none; see `Heartbeat.boundary`."""
         return signum if self.heart is None else self.heart.boundary(signum)
@@ -89,7 +94,8 @@ class Ranks:
         cuda = self.device.type == "cuda"
         if cuda:
             torch.cuda.set_device(self.device)
-        if not dist.is_initialized():
+        ours = not dist.is_initialized()
+        if ours:
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if cuda else "gloo",
                 timeout=COLLECTIVE_TIMEOUT,
@@ -100,6 +106,8 @@ class Ranks:
         made = next((axes for group, known, axes in self.heart.meshes if group is world and known == layout), None)
         if made is None:
             made = device_axes(self.mesh, self.device.type)
+            if ours:  # torch gives groups along an axis its own timeout, 10 or 30 minutes
+                made.set_timeout(COLLECTIVE_TIMEOUT)
             self.heart.meshes.append((world, layout, made))
         self.beat("connected", None)
         return made
