@@ -8,6 +8,11 @@ import pytest
 import torch
 
 from megaspan.attention import install as install_attention
+from megaspan.attention.cpu import CPUFlash
+from megaspan.attention.cudnn import CuDNN
+from megaspan.attention.flash2 import Flash2
+from megaspan.attention.flash4 import Flash4
+from megaspan.attention.tiled import TiledMath
 from megaspan.layers.stream import LayerPlan
 from megaspan.layers.streamed import Streaming
 from megaspan.layers.tile import GradientSums, tiles
@@ -68,6 +73,23 @@ def test_loss_and_every_gradient_equal_plain_transformers(family, tokens, tile):
     assert_parity(plain, model, batch(tokens), 1e-4 if family in MOE else 1e-5)
     stats = streaming.stats()
     assert (stats.streamed, stats.attention_forwards, stats.attention_backwards) == (2, 2, 2)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_math_kernel_runs_forward_once_for_each_layer(family, monkeypatch):
+    """P1 with the kernel that knows every kind of slice, in the place of the CPU's own; counted where it is called."""
+    plain, calls = tiny(family), []
+    model, _ = streamed(plain, LayerPlan(tile_tokens=50))
+    for module in model.modules():
+        if hasattr(module, "megaspan_kernels"):
+            module.megaspan_kernels = (TiledMath(),)
+    for name in ("forward", "backward"):
+        own = getattr(TiledMath, name)
+        monkeypatch.setattr(TiledMath, name, lambda *given, own=own, name=name: (calls.append(name), own(*given))[1])
+    for kernel in (CPUFlash, CuDNN, Flash2, Flash4):
+        monkeypatch.setattr(kernel, "forward", None)
+    assert_parity(plain, model, batch(129), 1e-4 if family in MOE else 1e-5)
+    assert calls == ["forward"] * 2 + ["backward"] * 2
 
 
 @pytest.mark.parametrize("family", FAMILIES)
