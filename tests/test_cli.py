@@ -112,7 +112,8 @@ def test_json_leaves_stdout_to_the_result(verb, config, capsys):
 
 @pytest.mark.parametrize(("fits", "code"), [(True, 0), (False, 1)])
 def test_plan_says_by_its_exit_code_whether_it_fits(verb, config, capsys, fits, code):
-    verb("megaspan.plan", plan_command=lambda given, machine: Plan(fits and machine == world.machine()))
+    plan = {"plan_command": lambda given, machine: Plan(fits and machine == world.machine()), "is_plain": lambda given: True}
+    verb("megaspan.plan", **plan)
     assert cli.main(["plan", config]) == code
     assert capsys.readouterr().out == "the plan\n"
     assert cli.main(["plan", config, "--json"]) == code

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from megaspan import SFTConfig, SFTTrainer, cli, rehearse
 from megaspan.attention.cpu import CPUFlash
@@ -129,7 +130,7 @@ def test_a_model_with_weights_is_rehearsed_by_its_shape(shape, tmp_path):
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text((shape / "config.json").read_text())
-    (folder / "model.safetensors").write_text("no weights")
+    save_file({"not one of its weights": torch.zeros(1)}, folder / "model.safetensors")
     assert rehearse.rehearse(settings(folder, tmp_path)).fits
 
 

@@ -95,7 +95,7 @@ def _plan(call: Call) -> Result:
     if "rehearse" in call.own:
         return _rehearse(call, wish, config)
     from megaspan import world
-    from megaspan.plan import plan_command
+    from megaspan.plan import is_plain, plan_command
 
     machine = world.machine()
     place: tuple[Any, ...] = (machine,)
@@ -104,7 +104,11 @@ def _plan(call: Call) -> Result:
 
         place = share_of(machine, wish), RankSizes.of(config, wish)
     plan = plan_command(config, *place)
-    if not plan.model.exact:  # a family that is not known to the planner: its class says what it has, which takes some seconds
+    if not (plan.model.exact and is_plain(config)):  # its class says what it is and has, which takes some seconds
+        from megaspan.model.taken import check_files
+
+        check_files(config)
+    if not plan.model.exact:
         from megaspan.model.counted import counts_of
 
         plan = plan_command(config, *place, counts=counts_of(config))

@@ -39,6 +39,7 @@ from megaspan.config.schema import GROUPS
 from megaspan.human import UserError, format_bytes, format_seconds
 from megaspan.model import Levers, levers, unprepare
 from megaspan.model.counted import counts_of
+from megaspan.model.taken import check_files
 from megaspan.plan import Plan, RankSizes, plan_command
 from megaspan.plan.cost import CONTEXT_BYTES
 from megaspan.plan.facts import read_config
@@ -76,6 +77,7 @@ def rehearse(config: SFTConfig) -> Rehearsal:
     sizes = RankSizes.of(config, started.world_size)
     place_of_rank = share_of(machine, started.local_size), sizes
     plan = plan_command(config, *place_of_rank)
+    check_files(config)
     if not plan.model.exact:
         plan = plan_command(config, *place_of_rank, counts=counts_of(config))
     if (refusal := _refusal(plan)) is not None:

@@ -16,15 +16,10 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from megaspan.human import UserError
+from megaspan.plan.plain import DROPOUTS, EXACT_LAYERS, KEPT_STATES, OTHER_SENSES
 
-EXACT_LAYERS = ("full_attention", "sliding_attention")
-"""Layer types whose attention is a slice of keys: all earlier ones, or a window of them."""
-
-_DROPOUTS = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
 _OVER_TOKENS = re.compile(r"(Mamba|DeltaNet|LinearAttention|LightningAttention|Rwkv|LSTM|Recurrent|ShortConv)(?!.*Norm)")
 """Modules of transformers that keep a state along the row, or convolve over it."""
-
-_OTHER_SENSES = ("vision_config", "audio_config", "image_token_id", "audio_token_id")
 
 
 def check_config(config: Mapping[str, Any], name: str) -> None:
@@ -41,7 +36,7 @@ def check_config(config: Mapping[str, Any], name: str) -> None:
             f"{name} is quantised ({method}), and quantised weights cannot be trained",
             do="Use the checkpoint that it was made from",
         )
-    if any(config.get(key) is not None for key in _OTHER_SENSES) or isinstance(config.get("text_config"), Mapping):
+    if any(config.get(key) is not None for key in OTHER_SENSES) or isinstance(config.get("text_config"), Mapping):
         raise UserError(
             f"{name} ({kind}) is more than a language model: it has vision, audio or nested configurations",
             do="Use the text-only model of the family",
@@ -122,17 +117,30 @@ def check_trainable(model: PreTrainedModel) -> None:
     _check_attention(type(model), name)
     if any(getattr(module, "is_causal", True) is False for module in model.modules()):
         raise _looks_ahead(name)
-    for key in _DROPOUTS:
+    check_switches(config, name)
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise UserError(f"{name} has no weights yet (it lies on the meta device)", do="Load or initialise it first")
+
+
+def check_switches(config: Mapping[str, Any], name: str) -> None:
+    """Refuse what a configuration switches on that the levers do not know.
+
+    Args:
+        config: as a mapping.
+        name: the class of the model.
+
+    Raises:
+        UserError: it has attention dropout, or gives every layer's states.
+    """
+    for key in DROPOUTS:
         if config.get(key):
             raise UserError(
                 f"{name} has {key}: {config[key]}, and dropout inside attention is not supported",
                 do=f"Set model_init_kwargs: {{{key}: 0.0}}",
             )
-    for key in ("output_hidden_states", "output_attentions"):
+    for key in KEPT_STATES:
         if config.get(key):
             raise UserError(f"{name} has {key}: true, which keeps every layer's", do=f"Set model.config.{key} = False")
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise UserError(f"{name} has no weights yet (it lies on the meta device)", do="Load or initialise it first")
 
 
 def _check_attention(model_class: Any, name: str) -> None:

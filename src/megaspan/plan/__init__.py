@@ -6,6 +6,7 @@ from megaspan.plan.choose import plan_command as plan_command
 from megaspan.plan.facts import Machine as Machine
 from megaspan.plan.facts import ModelFacts as ModelFacts
 from megaspan.plan.facts import model_facts as model_facts
+from megaspan.plan.plain import is_plain as is_plain
 from megaspan.plan.ranks import RankSizes as RankSizes
 
-__all__ = ["Machine", "ModelFacts", "Plan", "RankSizes", "choose", "model_facts", "plan_command"]
+__all__ = ["Machine", "ModelFacts", "Plan", "RankSizes", "choose", "is_plain", "model_facts", "plan_command"]

@@ -39,7 +39,7 @@ from megaspan.model import (
 from megaspan.model.kinds import refuse_shared_rows
 from megaspan.model.shard import shard, shards
 from megaspan.model.sharded import load_sharded
-from megaspan.model.source import find_source, read_config
+from megaspan.model.taken import check_files
 from megaspan.optimizer import check_optim
 from megaspan.plan import Plan, RankSizes, choose, plan_command
 from megaspan.report import check_trackers
@@ -86,7 +86,7 @@ def set_up(
             # Refuses positions, models and heads that cannot be, before the text is read.
             facts = plan_command(args, world.machine(), sizes).model
             ranks.mesh.check_heads(facts.heads, facts.kv_heads)
-            read_config(find_source(args), trust_remote_code=args.trust_remote_code)
+            check_files(args)
             tokenizer = tokenizer or load_tokenizer(args)
         rows, eval_rows = ranks.in_turn("tokenise", lambda: _rows(args, ranks, tokenizer, train_dataset, eval_dataset))
     with _timed(seconds, "load"):

@@ -1,0 +1,48 @@
+"""Whether a model is taken, from its files alone: before its weights are read, and before a row is.
+
+A run of hours should not find out after the data is prepared, nor a plan promise a fit for what is refused then. So training
+asks this first, and `megaspan plan` asks it too where the files do not speak for themselves (`plan/plain.py`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import transformers
+from transformers import PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from megaspan.human import UserError
+from megaspan.model.kinds import check_switches
+from megaspan.model.source import apply_overrides, find_source, read_config
+from megaspan.plan.rope_native import read_rope
+
+if TYPE_CHECKING:
+    from megaspan.config import SFTConfig
+
+
+def check_files(config: SFTConfig) -> None:
+    """Refuse what `model_name_or_path` names, if it is a kind of model that is not trained here.
+
+    Raises:
+        UserError: there is no such model, its files are damaged or of another format, it is of a kind that is not trained here,
+            or `model_init_kwargs` do not go with it.
+    """
+    found = read_config(find_source(config), trust_remote_code=config.trust_remote_code)
+    apply_overrides(found, config.config_overrides)
+    _check_rope(found)
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(found), type(found))
+    model_class = model_class[0] if isinstance(model_class, tuple) else model_class
+    check_switches(found.to_dict(), model_class.__name__)
+
+
+def _check_rope(found: PretrainedConfig) -> None:
+    """An unknown rope_type would be a KeyError in the constructor of the model."""
+    kind = read_rope(found.to_dict()).kind
+    if kind not in ("default", *ROPE_INIT_FUNCTIONS) and not getattr(found, "auto_map", None):
+        raise UserError(
+            f"the model's configuration has a rope_type that transformers {transformers.__version__} does not know",
+            got=kind,
+            allowed=", ".join(("default", *ROPE_INIT_FUNCTIONS)),
+        )

@@ -1,0 +1,88 @@
+"""Whether the files of a model show by themselves that training takes it, so that a plan needs no library to ask.
+
+What training refuses, a plan has to refuse with the same sentence: one that promises a fit for a quantised model, or for a
+folder that was copied by half, costs an afternoon. Those sentences are made where transformers is at hand (`model/taken.py`),
+after two to four seconds of imports. Most models are of a family that the planner knows, and their `config.json` says nothing
+unusual: these pass here, in a millisecond. Everything else is asked there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megaspan.plan.facts import read_config
+from megaspan.plan.families import FAMILIES
+from megaspan.plan.rope_native import REQUIRED, read_rope
+
+if TYPE_CHECKING:
+    from megaspan.config import SFTConfig
+
+EXACT_LAYERS = ("full_attention", "sliding_attention")
+"""Layer types whose attention is a slice of keys: all earlier ones, or a window of them."""
+
+DROPOUTS = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
+OTHER_SENSES = ("vision_config", "audio_config", "image_token_id", "audio_token_id")
+KEPT_STATES = ("output_hidden_states", "output_attentions")
+
+_UNUSUAL = (
+    "quantization_config", "text_config", "is_encoder_decoder", "auto_map", "layers_block_type", "use_bidirectional_attention",
+    *OTHER_SENSES, *KEPT_STATES,
+)  # fmt: skip
+
+
+def is_plain(config: SFTConfig) -> bool:
+    """Whether `model_name_or_path` is surely a model that is trained here; False where somebody else has to say.
+
+    Raises:
+        UserError: there is no configuration of that name.
+    """
+    name = str(config.model_name_or_path)
+    raw, changes = read_config(name, config.model_revision), config.config_overrides
+    # What replaces an entry of the file by one of its kind needs no more than a look at both.
+    if config.trust_remote_code or any(type(value) is not type(raw.get(key)) for key, value in changes.items()):
+        return False
+    changed = raw | changes
+    if changed.get("layer_types") and "num_hidden_layers" in changes:
+        changed["layer_types"] = changed["layer_types"][: changed["num_hidden_layers"]]  # fewer layers are the first ones
+    dropped = any(changed.get(key) for key in DROPOUTS)
+    return _is_usual(raw) and _is_usual(changed) and not dropped and _is_whole(Path(name).expanduser())
+
+
+def _is_usual(raw: Mapping[str, Any]) -> bool:
+    kind, types = raw.get("model_type"), raw.get("layer_types")
+    if kind not in FAMILIES or any(raw.get(key) not in (None, False) for key in _UNUSUAL):
+        return False
+    if raw.get("is_causal") is False or raw.get("is_decoder") is False:
+        return False
+    if types and (set(types) - set(EXACT_LAYERS) or len(types) != raw.get("num_hidden_layers")):
+        return False
+    if read_rope(raw).kind not in REQUIRED:
+        return False
+    own = str(kind).removesuffix("_text").replace("_", "") + "forcausallm"
+    return all(str(name).lower().replace("_", "") == own for name in raw.get("architectures") or [own])
+
+
+def _is_whole(place: Path) -> bool:
+    """Whether a folder's weights are safetensors of the length that they say, or no weights at all. A hub name passes."""
+    if not place.is_dir():
+        return True
+    weights = [*place.glob("*.safetensors")]
+    if weights:
+        return all(map(_has_its_length, weights))
+    return {file.suffix for file in place.iterdir()} <= {"", ".json", ".jinja", ".md", ".model", ".txt"}
+
+
+def _has_its_length(file: Path) -> bool:
+    """A safetensors file begins with the length of its header, which says where each tensor ends."""
+    try:
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            size = file.stat().st_size
+            header = json.loads(opened.read(length)) if 8 + length <= size else {}
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        return bool(8 + length + max(ends, default=0) == size)
+    except (OSError, ValueError, TypeError, AttributeError, KeyError, IndexError):
+        return False

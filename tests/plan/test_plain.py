@@ -1,0 +1,109 @@
+"""Which models a plan takes without asking transformers: never one that training refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from megaspan import cli
+from megaspan.config import SFTConfig
+from megaspan.human import UserError
+from megaspan.model.taken import check_files
+from megaspan.plan import is_plain
+from megaspan.plan.facts import shape_names
+
+USUAL: dict[str, Any] = {
+    "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 2, "hidden_size": 32,
+    "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 300,
+    "max_position_embeddings": 4096, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}  # fmt: skip
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "quantised": ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "is quantised (gptq)"),
+    "linear attention": ({"layer_types": ["linear_attention", "full_attention"]}, "layers of type linear_attention"),
+    "too many types": ({"layer_types": ["full_attention"] * 3}, "cannot be loaded"),
+    "dropout": ({"attention_dropout": 0.1}, "has attention_dropout: 0.1"),
+    "states": ({"output_hidden_states": True}, "has output_hidden_states: true"),
+    "looks ahead": ({"is_causal": False}, "attends to later tokens"),
+    "no decoder": ({"model_type": "bert", "architectures": ["BertLMHeadModel"]}, "attends to later tokens"),
+    "encoder-decoder": ({"model_type": "t5", "is_encoder_decoder": True}, "encoder-decoder"),
+    "classifier": ({"architectures": ["Qwen3ForSequenceClassification"]}, "not a causal language model"),
+    "another's class": ({"architectures": ["Qwen2ForCausalLM"]}, "not a causal language model"),
+    "sees": ({"vision_config": {}}, "more than a language model"),
+    "a state": ({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}, "layers that carry a state"),
+    "rope": ({"rope_parameters": {"rope_type": "nosuch", "rope_theta": 10000.0}}, "has a rope_type that transformers"),
+}  # fmt: skip
+
+
+def folder(tmp_path: Path, **changes: Any) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(USUAL | changes))
+    return tmp_path
+
+
+def wish(place: Path | str, **options: Any) -> SFTConfig:
+    return SFTConfig(model_name_or_path=str(place), max_length=256, **options)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_plan_refuses_what_training_refuses_in_its_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str
+) -> None:
+    changes, words = REFUSED[case]
+    place = folder(tmp_path, **changes)
+    assert not is_plain(wish(place))
+    with pytest.raises(UserError) as refused:
+        check_files(wish(place))
+    assert words in str(refused.value)
+    assert cli.main(["plan", "--model_name_or_path", str(place), "--max_length", "256", "--use_cpu", "true"]) == 2
+    assert str(refused.value) in capsys.readouterr().err
+
+
+def test_training_asks_before_it_reads_a_row(tmp_path: Path) -> None:
+    from megaspan.trainer import SFTTrainer
+
+    args = wish(folder(tmp_path, attention_dropout=0.1), output_dir=str(tmp_path / "run"), datasets=[{"path": "nothing here"}])
+    with pytest.raises(UserError, match=r"has attention_dropout: 0\.1"):
+        SFTTrainer(args=args)
+
+
+@pytest.mark.parametrize("changes", [{}, {"layer_types": ["full_attention"] * 2}, {"architectures": None}], ids=str)
+def test_usual_models_need_nobody_to_be_asked(tmp_path: Path, changes: dict[str, Any]) -> None:
+    place = folder(tmp_path, **changes)
+    assert is_plain(wish(place))
+    check_files(wish(place))
+    save_file({"x": torch.zeros(3)}, place / "model.safetensors")
+    assert is_plain(wish(place))
+    assert all(is_plain(wish(name)) for name in shape_names())
+
+
+def test_changes_of_the_configuration_are_looked_at_too(tmp_path: Path) -> None:
+    place = folder(tmp_path, layer_types=["full_attention"] * 2)
+    assert is_plain(wish(place, model_init_kwargs={"num_hidden_layers": 1}))
+    for changes in ({"num_hiden_layers": 1}, {"attention_dropout": 0.5}, {"hidden_size": "many"}):
+        given = wish(place, model_init_kwargs=changes)
+        assert not is_plain(given)
+        with pytest.raises(UserError, match=next(iter(changes))):
+            check_files(given)
+    off = wish(folder(tmp_path, attention_dropout=0.1), model_init_kwargs={"attention_dropout": 0.0})
+    assert is_plain(off)
+    check_files(off)
+
+
+def test_files_that_were_cut_off_or_are_of_another_format(tmp_path: Path) -> None:
+    place = folder(tmp_path)
+    file = place / "model.safetensors"
+    save_file({"x": torch.zeros(300), "y": torch.zeros(5)}, file)
+    whole = file.read_bytes()
+    for damaged in (whole[:-4], whole[:50], whole[:4], b"", whole + b"more"):
+        file.write_bytes(damaged)
+        assert not is_plain(wish(place))
+        with pytest.raises(UserError, match="damaged or cut off"):
+            check_files(wish(place))
+    file.rename(place / "model.bin")
+    assert not is_plain(wish(place))
+    with pytest.raises(UserError, match=r"has weights as \.bin only"):
+        check_files(wish(place))
