@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import os
+from contextlib import redirect_stdout
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megaspan import SFTConfig, SFTTrainer, cli, rehearse
+from megaspan import SFTConfig, SFTTrainer, cli, launch, rehearse
 from megaspan.attention.cpu import CPUFlash
 from megaspan.attention.rehearsal import StandIn
 from megaspan.attention.tiled import TiledMath
@@ -22,6 +23,8 @@ from megaspan.human import UserError
 from megaspan.model import levers
 from megaspan.plan import Machine, ModelFacts, choose
 from megaspan.report.overlap import Overlap
+from megaspan.world import Failure
+from tests.gloo import run_ranks
 from tests.models import tiny_config
 
 SHORT, LONG = 37, 101
@@ -202,18 +205,42 @@ def test_what_the_plan_refuses_by_far_is_not_loaded(tmp_path, shape):
     assert rehearse._refusal(replace(plan, device_needed=int(1.04 * plan.device_limit))) is None
 
 
-def test_a_rehearsal_of_two_ranks_exchanges_and_gathers(shape, tmp_path):
-    """Ranks that share a row: the real collectives around stand-ins; one result, from the rank that shows it."""
+def _verb_on_two_ranks(rank: int, world: int, shape: Path, out: Path) -> None:
+    """As started by torchrun: the real collectives around stand-ins; the result comes from the rank that shows it alone."""
+    names = ("RANK", "LOCAL_RANK"), ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    os.environ |= dict.fromkeys(names[0], str(rank)) | dict.fromkeys(names[1], str(world))
+    rehearse.SHORT = SHORT
     flags = ["--model_name_or_path", str(shape), "--max_length", str(LONG), "--use_cpu", "true", "--cp_size", "2"]
-    command = [sys.executable, "-m", "megaspan", "plan", *flags, "--output_dir", str(tmp_path / "run"), "--rehearse", "--json"]
-    done = subprocess.run([*command, "--nproc", "2"], capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-2000:]
-    written = json.loads(done.stdout)
+    with redirect_stdout(StringIO()) as shown:
+        assert cli.main(["plan", *flags, "--output_dir", str(out / "run"), "--rehearse", "--json"]) == 0
+    if rank:
+        assert not shown.getvalue()
+        return
+    written = json.loads(shown.getvalue())
     assert (written["ranks"], written["tokens_per_rank"], written["rehearsal"]["fits"]) == (2, 51, True)
     figures = {each["name"]: each["rehearsed"] for each in written["rehearsal"]["figures"]}
     assert figures["copied to the host"] > 0
-    assert "a row's tokens over 2" in done.stderr
+
+
+def test_a_rehearsal_of_two_ranks_exchanges_and_gathers(shape, tmp_path):
+    run_ranks(2, [(_verb_on_two_ranks, (shape, tmp_path))])
     assert not list(tmp_path.iterdir()), "the folder that the ranks shared is gone"
+
+
+@pytest.mark.parametrize(("failure", "code"), [(None, 0), ("rank 0 ended with exit code 1", 1), ("no such option", 2)])
+def test_the_verb_starts_ranks_of_its_own(monkeypatch, shape, capsys, failure, code):
+    """Each is the same verb; that of rank 0 shows what does not fit, so nothing is said twice."""
+    started = []
+
+    def run(words, count):
+        started.append((words, count))
+        return None if failure is None else Failure(0, min(code, 2), [failure], "")
+
+    monkeypatch.setattr(launch, "run", run)
+    flags = ["--model_name_or_path", str(shape), "--max_length", str(LONG), "--use_cpu", "true", "--cp_size", "2"]
+    assert cli.main(["plan", *flags, "--rehearse", "--nproc", "2", "--json"]) == code
+    assert started == [(["plan", *flags, "--rehearse", "--json"], 2)]
+    assert capsys.readouterr().err == ("megaspan: no such option\n" if code == 2 else "")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without a GPU is the point")
