@@ -109,7 +109,7 @@ class Halves:
         """Whether the modules whose code is replaced are those that were tried, without hooks or patches."""
         for name, kind in self.kinds:
             if name.startswith(part):
-                module = layer.get_submodule(name)
+                module: nn.Module = layer.get_submodule(name)
                 patched = "forward" in module.__dict__ and not name.endswith("_norm")  # norms are patched by `norms.py`
                 if type(module) is not kind or patched or hooked(module):
                     return False
