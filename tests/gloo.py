@@ -37,11 +37,15 @@ def run_ranks(world: int, cases: Sequence[Case], *, seconds: float = 60, fresh: 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    # The server is that of this process; what it imports is settled before the first rank asks for it.
-    models = [f"transformers.models.{family}.modeling_{family}" for family in FAMILIES]
-    multiprocessing.set_forkserver_preload([*IMPORTS, *models])
+    preload()
     arguments = (world, port, list(cases), seconds, dict(os.environ))
     mp.start_processes(_rank, arguments, nprocs=world, start_method="spawn" if fresh else "forkserver")
+
+
+def preload() -> None:
+    """Says what the server imports, which is settled before the first rank asks for it; it is the server of this process."""
+    models = [f"transformers.models.{family}.modeling_{family}" for family in FAMILIES]
+    multiprocessing.set_forkserver_preload([*IMPORTS, *models])
 
 
 def _rank(rank: int, world: int, port: int, cases: list[Case], seconds: float, environ: dict[str, str]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megaspan import launch, world
+from megaspan import cli, launch, world
 from megaspan.config import SFTConfig
 from megaspan.human import UserError
 
@@ -22,8 +22,17 @@ def command(what: str, *words: str) -> list[str]:
     return [sys.executable, str(TOY), "train", *OPTIONS, "--run_name", what, *words]
 
 
-def run(what: str, *words: str) -> subprocess.CompletedProcess:
-    return subprocess.run(command(what, "--nproc", "2", *words), capture_output=True, text=True, check=False)
+@pytest.fixture
+def run(monkeypatch, capfd):
+    """Starts two ranks of the toy from this process, which has imported torch already; the ranks are processes."""
+    start = launch.run
+    monkeypatch.setattr(launch, "run", lambda words, count: start(words, count, program=(str(TOY),)))
+
+    def ended(what: str, *words: str) -> subprocess.CompletedProcess:
+        code = cli.main(command(what, "--nproc", "2", *words)[2:])
+        return subprocess.CompletedProcess([], code, *capfd.readouterr())
+
+    return ended
 
 
 @pytest.fixture
@@ -82,14 +91,14 @@ def test_one_process_needs_no_launcher():
     assert done.stdout == "mesh: 1 rank\n"
 
 
-def test_the_result_and_the_header_are_rank_0_s():
+def test_the_result_and_the_header_are_rank_0_s(run):
     done = run("none", "--cp_size", "2", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["mesh"] == "2 ranks: cp_size 2"
     assert done.stderr == "header of rank 0\na library talks\n"
 
 
-def test_an_error_of_all_ranks_is_one_sentence():
+def test_an_error_of_all_ranks_is_one_sentence(run):
     done = run("wrong", "--json")
     assert done.returncode == 2
     assert done.stderr.endswith("\nmegaspan: a wrong thing. Right it.\n")
@@ -98,7 +107,7 @@ def test_an_error_of_all_ranks_is_one_sentence():
     assert json.loads(done.stdout) == {"exit_code": 2, "errors": ["a wrong thing. Right it."]}
 
 
-def test_a_fault_of_one_rank_ends_all_and_is_shown_once():
+def test_a_fault_of_one_rank_ends_all_and_is_shown_once(run):
     done = run("fault")
     assert done.returncode == 1
     assert done.stdout == ""
@@ -108,7 +117,7 @@ def test_a_fault_of_one_rank_ends_all_and_is_shown_once():
 
 
 @pytest.mark.full
-def test_a_rank_that_is_killed_is_named_with_its_last_words():
+def test_a_rank_that_is_killed_is_named_with_its_last_words(run):
     done = run("killed")
     assert done.returncode == 1
     assert "last words\n" in done.stderr

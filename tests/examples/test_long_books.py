@@ -6,59 +6,38 @@ import json
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "sft_qwen3_8b_1m_context"
+from tests.examples.conftest import GUIDE, Toy, entries
 
 
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A working folder with the toy model and its books."""
-    folder = tmp_path_factory.mktemp("toy")
-    subprocess.run([sys.executable, str(EXAMPLE / "toy_model.py"), "build/toy"], cwd=folder, check=True, capture_output=True)
-    return folder
-
-
-def first_and_last(metrics: Path) -> tuple[dict, dict]:
-    entries = [json.loads(line) for line in metrics.read_text().splitlines()]
-    return entries[0], entries[-1]
-
-
-def test_toy_yaml_is_the_guides_run_at_toy_size(toy):
+def test_toy_yaml_is_the_guides_run_at_toy_size(toy: Toy) -> None:
     """4 rows, 12 steps; step 1 logs epoch 0.25 and num_tokens equal to max_length; the loss falls."""
-    done = subprocess.run(
-        [sys.executable, "-m", "megaspan", "train", str(EXAMPLE / "toy.yaml"), "--json"],
-        cwd=toy,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["steps"] == 12
-    first, last = first_and_last(toy / "build/toy/run/metrics.jsonl")
+    assert json.loads(toy.said)["steps"] == 12
+    first, last = toy.entries[0], toy.entries[-1]
     assert (first["step"], first["epoch"], first["num_tokens"]) == (1, 0.25, 1024.0)
     assert (last["step"], last["epoch"], last["num_tokens"]) == (12, 3.0, 12 * 1024.0)
     assert last["loss"] < first["loss"]
-    assert "'num_tokens': 1024.0, 'epoch': 0.25" in done.stderr
+    assert "'num_tokens': 1024.0, 'epoch': 0.25" in toy.told
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
-def test_the_script_runs_under_each_launcher(toy, launcher):
+@pytest.mark.parametrize("launcher", [pytest.param("torchrun", marks=pytest.mark.full), "accelerate"])
+def test_the_script_runs_under_each_launcher(toy: Toy, launcher: str) -> None:
     start = {
         "torchrun": ["torch.distributed.run", "--nproc-per-node", "1"],
-        "accelerate": ["accelerate.commands.launch", "--config_file", str(EXAMPLE / "one_gpu.yaml"), "--cpu"],
+        "accelerate": ["accelerate.commands.launch", "--config_file", str(GUIDE / "one_gpu.yaml"), "--cpu"],
     }[launcher]
     options = ["--model", "build/toy/model", "--books", "build/toy/books", "--max-length", "1k", "--window", "32"]
-    out = toy / launcher
+    out = toy.folder / launcher
     done = subprocess.run(
-        [sys.executable, "-m", *start, str(EXAMPLE / "sft_qwen3_8b_1m_context.py"), *options, "--output-dir", str(out)],
-        cwd=toy,
+        [sys.executable, "-m", *start, str(GUIDE / "sft_qwen3_8b_1m_context.py"), *options, "--output-dir", str(out)],
+        cwd=toy.folder,
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert first_and_last(out / "metrics.jsonl")[0]["num_tokens"] == 1024.0
+    assert entries(out / "metrics.jsonl")[0]["num_tokens"] == 1024.0
     assert (out / "model" / "model.safetensors").exists()
     shutil.rmtree(out)
 
@@ -67,7 +46,7 @@ def test_the_file_of_the_real_run_is_a_legal_configuration():
     """The guide's two settings of YaRN pass the check of positions; the whole file is read as a user's would be."""
     from megaspan.config import load_config
 
-    config = load_config(EXAMPLE / "sft_qwen3_8b_1m_context.yaml", [])
+    config = load_config(GUIDE / "sft_qwen3_8b_1m_context.yaml", [])
     assert config.max_length == 1_048_576
     assert config.rope_parameters["factor"] == 32.0
     assert config.offload

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import re
+import runpy
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
 
 from megaspan import world
 from megaspan.config import SFTConfig
+from tests.gloo import preload
 
 TOY = Path(__file__).with_name("toy_script.py")
 TORCHRUN = ["torch.distributed.run", "--nproc-per-node", "2"]
@@ -38,6 +44,44 @@ use_cpu: false
 
 def run(*words: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, check=False)
+
+
+def forked(folder: Path, *words: str) -> tuple[list[int | None], str, str]:
+    """The toy as two ranks that torchrun could have started, forks of a process that has imported torch.
+
+    Returns:
+        Exit codes by rank, and what both wrote to stdout and to stderr.
+    """
+    preload()
+    context = multiprocessing.get_context("forkserver")
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun keeps one
+    ranks = [context.Process(target=toy_rank, args=(rank, store.port, folder, words)) for rank in range(2)]
+    for each in ranks:
+        each.start()
+    for each in ranks:
+        each.join(60)
+    out, err = ((folder / name).read_text() for name in ("out", "err"))
+    return [each.exitcode for each in ranks], out, err
+
+
+def toy_rank(rank: int, port: int, folder: Path, words: tuple[str, ...]) -> None:
+    """Ends as a script of its own would: an error goes to the hook, and the interpreter ends with what that raises."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for number, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(folder / name, os.O_CREAT | os.O_WRONLY | os.O_APPEND), number)
+    sys.__stderr__ = sys.stderr = os.fdopen(2, "w", buffering=1)
+    sys.argv = [str(TOY), *words]
+    try:
+        runpy.run_path(str(TOY), run_name="__main__")
+    except SystemExit as end:
+        os._exit(int(end.code or 0))
+    except BaseException as error:
+        try:
+            sys.excepthook(type(error), error, error.__traceback__)
+        except SystemExit as end:
+            os._exit(int(end.code or 0))
+        os._exit(1)
 
 
 def own_lines(text: str) -> list[str]:
@@ -76,13 +120,13 @@ def test_a_script_on_two_gpus():
     ("what", "words"),
     [
         ("sleep", r"rank 1 has been in 'forward layer 5' for [2-9].*at toy_script.py:\d+ in main; the other rank waits"),
-        pytest.param("killed", r"rank 1 died in '.*' without a word", marks=pytest.mark.full),
+        ("killed", r"rank 1 died in '.*' without a word"),
     ],
 )
-def test_a_rank_that_hangs_or_dies_is_named(what, words):
-    done = run(*TORCHRUN, str(TOY), what, "cp_size=2")
-    assert done.returncode != 0
-    assert re.search(words, own_lines(done.stderr)[-1])
+def test_a_rank_that_hangs_or_dies_is_named(tmp_path, what, words):
+    codes, _, err = forked(tmp_path, what, "cp_size=2")
+    assert codes == [1, 1 if what == "sleep" else -signal.SIGKILL]
+    assert re.search(words, own_lines(err)[-1])
 
 
 def test_a_script_under_accelerate_launch(tmp_path):
@@ -107,9 +151,16 @@ def test_a_file_for_fsdp1_is_refused_once_with_the_lines_to_paste(tmp_path):
     assert "exitcode  : 2" in done.stderr
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("accelerate", marks=pytest.mark.full)])
-def test_a_wrong_option_is_said_by_one_rank(tmp_path, launcher):
+def test_a_wrong_option_is_said_by_one_rank(tmp_path):
     """Before any rank has joined: the options are checked where a script makes them."""
+    codes, _, err = forked(tmp_path, "none", "cp_sise=2")
+    assert codes == [2, 2]
+    assert err == "megaspan: cp_sise is not an option. Did you mean cp_size?\n"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
+def test_a_wrong_option_is_said_once_by_each_launcher(tmp_path, launcher):
     (tmp_path / "fsdp2.yaml").write_text(FSDP2)
     accelerate = ["accelerate.commands.launch", "--config_file", str(tmp_path / "fsdp2.yaml")]
     done = run(*(TORCHRUN if launcher == "torchrun" else accelerate), str(TOY), "none", "cp_sise=2")
