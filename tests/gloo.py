@@ -7,6 +7,7 @@ one thread, and has started no device.
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import socket
@@ -14,6 +15,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from multiprocessing.context import ForkServerProcess
 from typing import Any
 
 import torch
@@ -25,20 +27,22 @@ IMPORTS = ("torch.distributed.fsdp", "megaspan.model", "megaspan.trainer.sft", "
 FAMILIES = ("gemma2", "gemma3", "gpt_oss", "granite", "llama", "mistral", "olmo2", "qwen3", "qwen3_moe")
 
 
-def run_ranks(world: int, cases: Sequence[Case], *, seconds: float = 60, fresh: bool = False) -> None:
+def run_ranks(world: int, cases: Sequence[Case], *, seconds: float = 60, limit: float = 270, fresh: bool = False) -> None:
     """Calls each `function(rank, world, *arguments)` on all ranks, in order; the first failure of any rank fails the test.
 
     Args:
         world: number of ranks.
         cases: functions of a module, and their arguments.
         seconds: that a rank waits for another one.
+        limit: seconds after which a rank that has not ended shows where each of its threads is, and ends: below pytest's limit,
+            which would show where the test waits.
         fresh: ranks are no forks: they read the environment at their start, as malloc does; each imports for 9 s.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     preload()
-    arguments = (world, port, list(cases), seconds, dict(os.environ))
+    arguments = (world, port, list(cases), seconds, limit, dict(os.environ))
     mp.start_processes(_rank, arguments, nprocs=world, start_method="spawn" if fresh else "forkserver")
 
 
@@ -48,9 +52,18 @@ def preload() -> None:
     multiprocessing.set_forkserver_preload([*IMPORTS, *models])
 
 
-def _rank(rank: int, world: int, port: int, cases: list[Case], seconds: float, environ: dict[str, str]) -> None:
+def forked(function: Callable[..., None], *arguments: Any) -> ForkServerProcess:
+    """Starts a process that calls a module's function and ends with it: a fork of the server, without imports."""
+    preload()
+    process = multiprocessing.get_context("forkserver").Process(target=function, args=arguments)
+    process.start()
+    return process
+
+
+def _rank(rank: int, world: int, port: int, cases: list[Case], seconds: float, limit: float, environ: dict[str, str]) -> None:
     import torch.distributed as dist
 
+    faulthandler.dump_traceback_later(limit, exit=True)
     torch.set_num_threads(1)
     os.environ.clear()  # it is the server's, of the first test
     os.environ |= environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

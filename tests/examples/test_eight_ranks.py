@@ -44,7 +44,7 @@ def train(rank: int, ranks: int, folder: Path, out: str) -> None:
 
 @pytest.mark.timeout(600)
 def test_eight_ranks_train_as_one(toy: Toy) -> None:
-    run_ranks(8, [(train, (toy.folder, "forked"))], seconds=240)
+    run_ranks(8, [(train, (toy.folder, "forked"))], seconds=240, limit=560)
     same(entries(toy.folder / "forked/metrics.jsonl"), toy.entries)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import shutil
 import subprocess
 import sys
@@ -22,7 +23,18 @@ def test_toy_yaml_is_the_guides_run_at_toy_size(toy: Toy) -> None:
     assert "'num_tokens': 1024.0, 'epoch': 0.25" in toy.told
 
 
-@pytest.mark.parametrize("launcher", [pytest.param("torchrun", marks=pytest.mark.full), "accelerate"])
+def test_the_script_runs_by_itself(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `python SCRIPT` runs it, in this process; its losses are those of the file for `megaspan train`."""
+    monkeypatch.chdir(toy.folder)
+    options = ["--model", "build/toy/model", "--books", "build/toy/books", "--max-length", "1k", "--window", "32"]
+    monkeypatch.setattr("sys.argv", ["sft_qwen3_8b_1m_context.py", *options, "--output-dir", "script"])
+    runpy.run_path(str(GUIDE / "sft_qwen3_8b_1m_context.py"), run_name="__main__")
+    assert entries(toy.folder / "script/metrics.jsonl")[0]["loss"] == pytest.approx(toy.entries[0]["loss"], rel=1e-6)
+    assert (toy.folder / "script/model/model.safetensors").exists()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
 def test_the_script_runs_under_each_launcher(toy: Toy, launcher: str) -> None:
     start = {
         "torchrun": ["torch.distributed.run", "--nproc-per-node", "1"],

@@ -2,14 +2,13 @@
 
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 import time
+from pathlib import Path
 
 import pytest
 
 from megaspan.trainer.interrupt import ECHO_SECONDS, Interrupted, Interrupts
+from tests.gloo import forked
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
@@ -27,25 +26,29 @@ def test_a_signal_is_seen_at_the_next_check_and_handlers_come_back(signum):
     assert signal.getsignal(signum) is before
 
 
-def test_a_later_signal_ends_the_process_even_while_the_main_thread_is_busy_outside_python():
+def busy(ready: Path) -> None:
+    """One long call after another."""
+    with Interrupts():
+        ready.touch()
+        time.sleep(30)
+        time.sleep(30)
+
+
+def test_a_later_signal_ends_the_process_even_while_the_main_thread_is_busy_outside_python(tmp_path):
     """The main thread holds still in one long call, as in `backward`: only a thread of our own can hear it."""
-    script = """
-        import time
-        from megaspan.trainer.interrupt import Interrupts
-        with Interrupts():
-            print("ready", flush=True)
-            time.sleep(30)
-            time.sleep(30)
-    """
-    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
+    ready = tmp_path / "ready"
+    process = forked(busy, ready)
+    assert process.pid is not None
+    limit = time.monotonic() + 60
+    while not ready.exists() and time.monotonic() < limit:
+        time.sleep(0.01)
     for wait in (0.5, ECHO_SECONDS):  # the second one is the echo of the first: a terminal and a launcher both send Ctrl-C
-        process.send_signal(signal.SIGTERM)
+        os.kill(process.pid, signal.SIGTERM)
         time.sleep(wait)
-        assert process.poll() is None
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=10) == 143
+        assert process.is_alive()
+    os.kill(process.pid, signal.SIGTERM)
+    process.join(10)
+    assert process.exitcode == 143
 
 
 def test_nothing_is_caught_outside_the_main_thread():

@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, TrainerCallback
 
+from megaspan import cli
 from megaspan.human import UserError
 from megaspan.trainer.interrupt import Interrupted
 from tests.trainer.support import assert_same_bits, documents, logged, model_folder, trainer, weights  # noqa: F401
@@ -120,7 +121,7 @@ def test_a_signal_abandons_the_step_and_leaves_a_complete_checkpoint(tmp_path, m
     assert_same_bits(weights(again.model), weights(whole.model))
 
 
-def test_the_command_line_exits_143_and_resumes(tmp_path, model_folder):  # noqa: F811
+def test_the_command_line_exits_143_and_resumes(tmp_path, model_folder, capsys):  # noqa: F811
     (tmp_path / "text.txt").write_text("In the beginning God created the heaven and the earth. " * 400)
     file = tmp_path / "run.yaml"
     file.write_text(
@@ -147,11 +148,9 @@ def test_the_command_line_exits_143_and_resumes(tmp_path, model_folder):  # noqa
     assert len(checkpoints) == 1
     step = int(checkpoints[0].name.split("-")[1])
     assert step >= 2
-    done = subprocess.run(
-        [*command, "--resume_from_checkpoint", "true", "--save_strategy", "no"], capture_output=True, text=True, timeout=280
-    )
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
+    capsys.readouterr()
+    assert cli.main([*command[3:], "--resume_from_checkpoint", "true", "--save_strategy", "no"]) == 0
+    result = json.loads(capsys.readouterr().out)
     assert result["steps"] == 80
     steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
     assert steps == list(range(1, 81))

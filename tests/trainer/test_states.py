@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +20,7 @@ from megaspan.trainer import sft
 from megaspan.trainer.interrupt import Interrupted
 from megaspan.trainer.share import Share
 from megaspan.trainer.step import Accumulator
+from tests.gloo import forked
 from tests.trainer.support import assert_same_bits, documents, logged, model_folder, trainer, weights  # noqa: F401
 
 DATA = documents([40, 11, 23, 5, 40, 7, 19])
@@ -140,18 +139,14 @@ def test_an_error_in_the_middle_of_an_update_is_no_step(tmp_path, model_folder, 
     assert latest_checkpoint(tmp_path) is None
 
 
-KILLED = """
-import os, pathlib, signal, sys
-import pytest
-from tests.trainer import test_states as here
-
-with pytest.MonkeyPatch.context() as patch:
-    here.put(patch, here.UPDATE)
-    options = here.OPTIONS | {"save_steps": 1}
-    run = here.trainer(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), here.DATA, **options)
-    here.at_layer(run, 12, lambda: os.kill(os.getpid(), signal.SIGKILL))
-    run.train()
-"""
+def killed(folder: Path, out: Path) -> None:
+    """A run that ends in the middle of an update."""
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        put(patch, UPDATE)
+        run = trainer(folder, out, DATA, **(OPTIONS | {"save_steps": 1}))
+        at_layer(run, 12, lambda: os.kill(os.getpid(), signal.SIGKILL))
+        run.train()
 
 
 def test_a_kill_in_the_middle_of_an_update_leaves_the_last_checkpoint(tmp_path, model_folder):  # noqa: F811
@@ -159,9 +154,9 @@ def test_a_kill_in_the_middle_of_an_update_leaves_the_last_checkpoint(tmp_path, 
     options = OPTIONS | {"save_steps": 1}
     whole = trainer(model_folder, tmp_path / "whole", DATA, **options)
     whole.train()
-    command = [sys.executable, "-c", KILLED, str(model_folder), str(tmp_path / "run")]
-    killed = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    process = forked(killed, model_folder, tmp_path / "run")
+    process.join(120)
+    assert process.exitcode == -signal.SIGKILL
     assert latest_checkpoint(tmp_path / "run").name == "checkpoint-2"
     again = trainer(model_folder, tmp_path / "run", DATA, **options)
     again.train(resume_from_checkpoint=True)

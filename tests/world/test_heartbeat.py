@@ -134,6 +134,22 @@ def test_ranks_that_all_leave_a_step_are_left_alone(meet, capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_a_sentence_that_is_being_said_is_not_cut_off(meet, capsys):
+    """The watch finds the same death as the main thread, a moment later: it must not end the process before that has spoken."""
+    hearts, ended, started = meet(2)
+    part(hearts[:1])
+    hearts[0]._closed.clear()
+    assert report_failure(1, ["rank 1 died"], environ=environ(started[0])) is not None
+    watch = threading.Thread(target=hearts[0]._finish, args=(1, "rank 1 died"))
+    watch.start()
+    time.sleep(0.2)
+    assert ended[0] is None
+    hearts[0]._closed.set()  # said, and on the way out
+    watch.join(5)
+    assert ended[0] is None
+    assert capsys.readouterr().err == ""
+
+
 def test_a_rank_that_dies_without_a_word_is_named(meet, capsys):
     dead = dead_process()
     hearts, ended, _ = meet(3)

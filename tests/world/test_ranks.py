@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import re
 import runpy
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,8 @@ from torch.distributed import TCPStore
 
 from megaspan import world
 from megaspan.config import SFTConfig
-from tests.gloo import preload
+from tests.gloo import forked
+from tests.world.test_launchfile import FSDP2 as SET_BY_ACCELERATE
 
 TOY = Path(__file__).with_name("toy_script.py")
 TORCHRUN = ["torch.distributed.run", "--nproc-per-node", "2"]
@@ -46,27 +47,23 @@ def run(*words: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, check=False)
 
 
-def forked(folder: Path, *words: str) -> tuple[list[int | None], str, str]:
+def two_ranks(folder: Path, *words: str, environ: Mapping[str, str] | None = None) -> tuple[list[int | None], str, str]:
     """The toy as two ranks that torchrun could have started, forks of a process that has imported torch.
 
     Returns:
         Exit codes by rank, and what both wrote to stdout and to stderr.
     """
-    preload()
-    context = multiprocessing.get_context("forkserver")
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun keeps one
-    ranks = [context.Process(target=toy_rank, args=(rank, store.port, folder, words)) for rank in range(2)]
-    for each in ranks:
-        each.start()
+    ranks = [forked(toy_rank, rank, store.port, folder, words, environ or {}) for rank in range(2)]
     for each in ranks:
         each.join(60)
     out, err = ((folder / name).read_text() for name in ("out", "err"))
     return [each.exitcode for each in ranks], out, err
 
 
-def toy_rank(rank: int, port: int, folder: Path, words: tuple[str, ...]) -> None:
+def toy_rank(rank: int, port: int, folder: Path, words: tuple[str, ...], environ: Mapping[str, str]) -> None:
     """Ends as a script of its own would: an error goes to the hook, and the interpreter ends with what that raises."""
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= environ | {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(folder / name, os.O_CREAT | os.O_WRONLY | os.O_APPEND), number)
@@ -124,7 +121,7 @@ def test_a_script_on_two_gpus():
     ],
 )
 def test_a_rank_that_hangs_or_dies_is_named(tmp_path, what, words):
-    codes, _, err = forked(tmp_path, what, "cp_size=2")
+    codes, _, err = two_ranks(tmp_path, what, "cp_size=2")
     assert codes == [1, 1 if what == "sleep" else -signal.SIGKILL]
     assert re.search(words, own_lines(err)[-1])
 
@@ -136,7 +133,22 @@ def test_a_script_under_accelerate_launch(tmp_path):
     assert "accelerate launch: 2 ranks: cp_size 2, rank 1" in done.stdout
 
 
-def test_a_file_for_fsdp1_is_refused_once_with_the_lines_to_paste(tmp_path):
+def test_a_file_of_another_engine_is_refused_once_with_the_lines_to_paste(tmp_path):
+    """FSDP1 and DeepSpeed: what accelerate would have set for two ranks."""
+    for engine, environ in (("FSDP1", {"FSDP_VERSION": "1"}), ("DeepSpeed", {"ACCELERATE_USE_DEEPSPEED": "true"})):
+        folder = tmp_path / engine
+        folder.mkdir()
+        codes, _, err = two_ranks(folder, "none", environ=SET_BY_ACCELERATE | environ)
+        assert codes == [2, 2]
+        assert own_lines(err) == [
+            f"megaspan: the launch file asks for {engine}, which megaspan does not use. Write in its place:"
+        ]
+        assert "\n  fsdp_version: 2\n" in err
+        assert "Traceback" not in err
+
+
+@pytest.mark.full
+def test_a_file_for_fsdp1_is_refused_once_with_what_accelerate_drops(tmp_path):
     """Both ranks refuse it, and one says so: a sentence, no traceback of a rank, exit code 2."""
     (tmp_path / "fsdp1.yaml").write_text(FSDP2.replace("fsdp_version: 2", "fsdp_version: 1\n  fsdp_ofload_params: true"))
     done = run("accelerate.commands.launch", "--config_file", str(tmp_path / "fsdp1.yaml"), str(TOY), "none")
@@ -153,7 +165,7 @@ def test_a_file_for_fsdp1_is_refused_once_with_the_lines_to_paste(tmp_path):
 
 def test_a_wrong_option_is_said_by_one_rank(tmp_path):
     """Before any rank has joined: the options are checked where a script makes them."""
-    codes, _, err = forked(tmp_path, "none", "cp_sise=2")
+    codes, _, err = two_ranks(tmp_path, "none", "cp_sise=2")
     assert codes == [2, 2]
     assert err == "megaspan: cp_sise is not an option. Did you mean cp_size?\n"
 

@@ -34,12 +34,14 @@ class Failure:
         code: its exit code.
         sentences: what it has to say.
         trace: its traceback, where the error is ours to mend; empty otherwise.
+        watch: its watch over the others has found it, not the thread that failed.
     """
 
     rank: int
     code: int
     sentences: list[str]
     trace: str = ""
+    watch: bool = False
 
 
 def report_failure(

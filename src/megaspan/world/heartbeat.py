@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar, final
 
@@ -25,6 +25,7 @@ from megaspan.human import format_seconds
 from megaspan.world.agreement import node
 from megaspan.world.board import Board
 from megaspan.world.deaths import find_death, left, sign_in
+from megaspan.world.failure import Failure
 from megaspan.world.judge import Seen, culprits, sentence
 from megaspan.world.launched import Launch
 from megaspan.world.session import Session
@@ -51,6 +52,7 @@ class Limits:
 NAME_FACTOR, END_FACTOR = 2.0, 5.0
 # Seconds that a rank may need until it writes for the first time: imports from a cold network disk.
 START_PATIENCE = 120.0
+SAYING = 5.0  # seconds that the main thread may need to say why it ends
 _Result = TypeVar("_Result")
 
 
@@ -255,9 +257,12 @@ class Heartbeat:
     def _finish(self, code: int, why: str = "", board: Board | None = None) -> None:
         """Ends this process; the first rank to know why says it, or the launcher of megaspan does."""
         if why:
-            note = {"rank": self._launch.rank, "code": code, "sentences": [why], "trace": ""}
+            note = asdict(Failure(self._launch.rank, code, [why], watch=True))
             try:
-                says = (board or self._board).first("failure", note) == note and self._launch.by != "megaspan train"
+                first = (board or self._board).first("failure", note)
+                says = first == note and self._launch.by != "megaspan train"
+                if first != note and first["rank"] == self._launch.rank and self._closed.wait(SAYING):
+                    return  # the main thread has just begun to say it, and ends the process by itself
             except RuntimeError:  # nobody is there who could
                 says = True
             if says:
