@@ -149,6 +149,10 @@ def test_states_move_only_where_nothing_fits_otherwise() -> None:
     several = plan(max_grad_norm=0, gradient_accumulation_steps=4)
     assert several.states.gradients == "device"
     assert any("4 rows are summed" in reason for reason in several.reasons)
+    moved = plan(memory_limit="32GiB", gradient_accumulation_steps=4)
+    assert moved.states == StatePlan("host", "device"), "their sum waits there as well as one row's"
+    assert any("the sum of 4 rows" in reason for reason in moved.reasons)
+    assert moved.longest_row == pytest.approx(plan(memory_limit="32GiB").longest_row, rel=0.03)
     assert plan(memory_limit="25GiB", use_peft=True).states == StatePlan()
     assert plan(offload_optimizer=True).states == StatePlan("device", "host")
     asked = plan(memory_limit="25GiB", offload_optimizer=False)
@@ -174,7 +178,7 @@ def test_the_order_of_state_plans(asked: bool | None) -> None:
     moments = {None: ("device", "host"), True: ("host",), False: ("device",)}[asked]
     assert plans() == [(gradients, there) for there in moments for gradients in ("device", "host")]
     assert plans(clips=False) == [("update", there) for there in moments]
-    assert plans(clips=False, rows=2) == plans(rows=2) == [("device", there) for there in moments]
+    assert plans(clips=False, rows=2) == plans(rows=2) == plans()
     assert plans(gpu=False) == [("device", "device")]
     assert plans(adapter=True) == [("device", "host" if asked else "device")]
 

@@ -287,6 +287,12 @@ def test_gradients_of_several_rows_are_there_all_the_time() -> None:
     gradients = 2 * facts.parameters
     assert two.moments[1].name == "loss"
     assert two.moments[1].bytes - one.moments[1].bytes == gradients
+    away = StatePlan("host", "device")
+    one, two = (memory(facts, replace(PURE, rows=rows, states=away)) for rows in (1, 2))
+    assert two.moments[1].bytes == one.moments[1].bytes, "a sum that waits on the host is no part of the forward"
+    pieces = two.moments[2].bytes - one.moments[2].bytes
+    assert 0 < pieces == 3 * 2**24 * 2, "of the sum, which comes back to be added to"
+    assert two.host_bytes == one.host_bytes
 
 
 def test_the_largest_allocation_is_named() -> None:

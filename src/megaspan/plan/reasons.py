@@ -15,7 +15,7 @@ from megaspan.plan.keep import KeepPolicy, LayerKeep, Place
 from megaspan.plan.parts import Settings
 from megaspan.plan.seconds import relative_seconds
 from megaspan.plan.streamed import input_bytes, output_bytes
-from megaspan.plan.weights import link_bytes, whole_gradients
+from megaspan.plan.weights import gradients_pass, link_bytes, whole_gradients
 
 _WHERE: dict[Place, str] = {"device": "on the device", "host": "on the host", "disk": "on disk"}
 
@@ -94,14 +94,15 @@ def state_reasons(facts: ModelFacts, s: Settings) -> list[str]:
             "parameters are updated in the backward, gradients dropped at once: nothing is clipped, it costs nothing"
         )
     if s.states.gradients == "host" and s.gpu:
-        reasons.append(
-            f"gradients wait on the host for the norm of all of them ({beside:.2g} s of copies beside the backward): "
-            "on the device there is no room"
-        )
+        what = "gradients wait on the host for the norm of all of them"
+        if s.rows > 1:
+            what = f"the sum of {s.rows} rows' gradients waits on the host, and comes back to be added to"
+        each = "each" if s.rows > 1 else "the"
+        reasons.append(f"{what} ({beside:.2g} s of copies beside {each} backward): on the device there is no room")
     if s.states.moments == "host":
         masters = "fp32 masters and moments" if s.masters else "moments"
         reasons.append(f"AdamW's {masters} lie on the host and pass the device in pieces, {crossing:.2g} s each way")
-    if s.rows > 1 and not s.adapter:
+    if s.rows > 1 and not s.adapter and not gradients_pass(s):
         reasons.append(f"gradients of a window's {s.rows} rows are summed: they are there in every moment but the first row's")
     return reasons
 

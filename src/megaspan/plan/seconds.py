@@ -201,7 +201,8 @@ def _copies(facts: ModelFacts, s: Settings, policy: KeepPolicy, computed: float)
         inputs = sum(policy.below[place][-1][0] for place in ("host", "disk")) + sum(pair[0] for pair in stored)
         reads = 2 * reads + inputs * x * group_count(facts, s)
     forward, backward = computed * _FORWARD_SHARE, computed * (1 - _FORWARD_SHARE)
-    there, back = away / _LINK, max(reads + states, again + gradients + states) / _LINK
+    summed = gradients if s.rows > 1 else 0  # of the rows before, which comes back for each addition
+    there, back = away / _LINK, max(reads + states + summed, again + gradients + states) / _LINK
     wait = max(0.0, there - forward) + max(0.0, back - backward)
     exposed = [SecondsPart("waiting for the host link", wait, "copies at 53 GB/s that the computation does not hide")]
     disk = size("disk") / DISK

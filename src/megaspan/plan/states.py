@@ -27,9 +27,10 @@ class StatePlan:
     """Where the model's states lie.
 
     Attributes:
-        gradients: "device": all are there at the end of the backward. "host": each goes to host memory when it is complete, its
-            squared norm is summed, and one streamed pass of the optimizer follows. "update": its parameter is updated as soon
-            as it is complete, in the backward of the window's last row, and it is dropped; only without clipping.
+        gradients: "device": all are there at the end of the backward. "host": each goes to host memory when it is complete, is
+            added to those of the window's rows before, its squared norm is summed, and one streamed pass of the optimizer
+            follows. "update": its parameter is updated as soon as it is complete, in the backward of the window's last row, and
+            it is dropped; only without clipping.
         moments: where AdamW's moments and the fp32 masters lie.
     """
 
@@ -43,15 +44,16 @@ def state_plans(*, gpu: bool, clips: bool, rows: int, adapter: bool, offload_opt
     Args:
         gpu: the step runs on a GPU; elsewhere everything is in host memory and nothing can be moved.
         clips: the gradient norm is needed before any update.
-        rows: of one window. Of several, gradients are summed on the device until the last one, so moving them frees nothing.
+        rows: of one window. The sum of several is there from the first one's backward on, so that to use it up in the last one's
+            would free nothing.
         adapter: only an adapter is trained: its states are small.
         offload_optimizer: the option; None moves moments only where the step does not fit otherwise.
     """
     gradients: list[Gradients] = ["device"]
     if rows == 1 and not clips:
         gradients = ["update"]  # it costs nothing and never needs more
-    elif rows == 1 and gpu and not adapter:
-        gradients.append("host")  # 16 bits a parameter over the link; moments are 32 or more each way
+    elif gpu and not adapter:
+        gradients.append("host")  # 16 bits a parameter and row over the link; moments are 32 or more each way
     moments: list[Moments] = ["host"] if offload_optimizer and gpu else ["device"]
     if offload_optimizer is None and gpu and not adapter:
         moments.append("host")

@@ -66,7 +66,7 @@ class Step:
             self.base = Part("CUDA context", CONTEXT_BYTES, "device", "driver and workspaces: allowance")
         self._gradients: dict[int, Part] = {}
         self._forward: dict[bool, list[Part]] = {}
-        self.earlier = [self.gradient(0)] if s.rows > 1 else []
+        self.earlier = [self.gradient(0)] if s.rows > 1 and not gradients_pass(s) else []
         self.loss = [*loss_parts(facts, s), *gathered_head(facts, s)]
         self.embedding = embedding_gradient(facts, s) if s.ranks.shard > 1 and not s.adapter else []
         self._sparse = facts.experts.sparse_layers if facts.experts else (False,) * facts.layers

@@ -61,13 +61,13 @@ def whole_gradients(facts: ModelFacts, s: Settings) -> int:
 
 def gradients_pass(s: Settings) -> bool:
     """Gradients are not collected on the device: each is used up, or goes to the host, when it is complete."""
-    return s.rows == 1 and (s.states.gradients == "update" or (s.states.gradients == "host" and s.gpu))
+    return (s.states.gradients == "update" and s.rows == 1) or (s.states.gradients == "host" and s.gpu)
 
 
 def gradient_part(facts: ModelFacts, s: Settings, layers_done: int) -> Part:
     """Gradients on the device when the backward has passed the last `layers_done` layers, and the head.
 
-    A window of several rows has the sum of the earlier ones there all the time.
+    A window of several rows has the sum of the earlier ones there all the time, unless it waits on the host.
     """
     each = s.gradient_bytes
     if gradients_pass(s):
@@ -92,6 +92,9 @@ def _passing(facts: ModelFacts, s: Settings, layers_done: int) -> Part:
     size = min(size, ON_THE_WAY_BYTES) if s.states.gradients == "host" else size
     table = f" + {waiting:,} x {each} B of the head's table" if waiting else ""
     formula = f"one layer's: {largest:,} x {each} B{table}{s.over_shards}"
+    if s.rows > 1:
+        size += PIECES_BYTES * each
+        formula += f" + 3 x 16 Mi x {each} B of the sum so far"
     return Part("gradients on their way", size + s.per_shard(waiting * each), s.place, formula)
 
 
@@ -116,7 +119,7 @@ def host_gradients(facts: ModelFacts, s: Settings) -> Part:
 
 
 def link_bytes(facts: ModelFacts, s: Settings) -> tuple[int, int]:
-    """Bytes of states that cross the link in a step: beside the backward (gradients), and each way in the optimizer's pass."""
+    """Bytes of states that cross the link: beside a row's backward (gradients), and each way in the optimizer's pass."""
     gradients = host_gradients(facts, s).bytes
     if s.states.moments != "host":
         return gradients, gradients
