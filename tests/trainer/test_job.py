@@ -42,15 +42,15 @@ def test_ranks_plan_for_what_all_of_them_have_and_compare_their_plans(tmp_path, 
 
     def same(name, digest):
         compared.append((name, digest))
-        if len(compared) > 3:
+        if len(compared) > 4:
             raise UserError("the plan differs between ranks", do="Start every rank with the same options")
 
     monkeypatch.setattr(world, "agree", agree)
     monkeypatch.setattr(world, "same_everywhere", same)
     run = trainer(model_folder, tmp_path, documents([40, 30]), max_steps=1)
     assert run._job.plan.host_limit == 5 * 2**30
-    assert [name for name, _ in compared] == ["the configuration", "the data", "the plan"]
-    digest = compared[-1][1]
+    assert [name for name, _ in compared] == ["the configuration", "the data", "the plan", "which layers stream"]
+    digest = compared[2][1]
     assert digest == setup._digest(run._job.plan)
     with pytest.raises(UserError, match="differs between ranks"):
         trainer(model_folder, tmp_path, documents([40, 30]), max_steps=1)

@@ -2,6 +2,7 @@
 
 from megaspan.plan.choose import Plan as Plan
 from megaspan.plan.choose import choose as choose
+from megaspan.plan.choose import free_disk as free_disk
 from megaspan.plan.choose import plan_command as plan_command
 from megaspan.plan.facts import Machine as Machine
 from megaspan.plan.facts import ModelFacts as ModelFacts
@@ -9,4 +10,4 @@ from megaspan.plan.facts import model_facts as model_facts
 from megaspan.plan.plain import is_plain as is_plain
 from megaspan.plan.ranks import RankSizes as RankSizes
 
-__all__ = ["Machine", "ModelFacts", "Plan", "RankSizes", "choose", "is_plain", "model_facts", "plan_command"]
+__all__ = ["Machine", "ModelFacts", "Plan", "RankSizes", "choose", "free_disk", "is_plain", "model_facts", "plan_command"]

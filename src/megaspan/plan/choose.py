@@ -181,6 +181,7 @@ def choose(
     longest: int | None = None,
     rope: RopeChoice | None = None,
     sizes: RankSizes = ONE_RANK,
+    disk_room: int | None = None,
 ) -> Plan:
     """Plan one rank.
 
@@ -191,16 +192,17 @@ def choose(
         longest: tokens of the longest row; `max_length` when not known.
         rope: the rotary settings, for the reasons.
         sizes: the mesh.
+        disk_room: free bytes of the disk in `offload_folder`, the least of any rank; None looks at the one that is here.
 
     Raises:
-        UserError: sp ranks cannot share the model's heads.
+        UserError: sp ranks cannot share the model's heads, or `offload_folder` is no folder.
     """
     check_heads(sizes.sp, facts.heads, facts.kv_heads, sizes.cp)
     gpu = machine.device_bytes > 0 and not config.use_cpu
     limits = Limits(
         (config.memory_limit or machine.device_bytes) if gpu else 0,
         config.host_memory // machine.host_ranks if config.host_memory else machine.host_bytes,
-        _disk_room(config) // machine.host_ranks,
+        (free_disk(config) if disk_room is None else disk_room) // machine.host_ranks,
     )
     wished = replace(_settings(config, facts, longest or config.max_length, gpu), ranks=sizes)
     states = allowed_states(config, wished)
@@ -268,8 +270,12 @@ def allowed_states(config: SFTConfig, s: Settings) -> tuple[StatePlan, ...]:
     return tuple(state_plans(gpu=s.gpu, clips=clips, rows=s.rows, adapter=bool(s.adapter), offload_optimizer=asked))
 
 
-def _disk_room(config: SFTConfig) -> int:
-    """Free bytes of the disk that may hold what layers keep; 0 without such a folder."""
+def free_disk(config: SFTConfig) -> int:
+    """Free bytes of the disk that may hold what layers keep; 0 without such a folder.
+
+    Raises:
+        UserError: the folder does not exist, or is none.
+    """
     if config.offload_folder is None:
         return 0
     path = Path(config.offload_folder).expanduser()

@@ -44,8 +44,8 @@ def state_plans(*, gpu: bool, clips: bool, rows: int, adapter: bool, offload_opt
     Args:
         gpu: the step runs on a GPU; elsewhere everything is in host memory and nothing can be moved.
         clips: the gradient norm is needed before any update.
-        rows: of one window. The sum of several is there from the first one's backward on, so that to use it up in the last one's
-            would free nothing.
+        rows: of one window. The sum of several is there from the first one's backward on, so that using it up in the last
+            one's would free nothing.
         adapter: only an adapter is trained: its states are small.
         offload_optimizer: the option; None moves moments only where the step does not fit otherwise.
     """

@@ -27,6 +27,7 @@ from megaspan.data import Rows, join, prepare_rows
 from megaspan.human import UserError
 from megaspan.layers.checkpoint import checkpointed_layers
 from megaspan.model import (
+    Levers,
     LoadedModel,
     check_token_ids,
     levers,
@@ -41,7 +42,7 @@ from megaspan.model.shard import shard, shards
 from megaspan.model.sharded import load_sharded
 from megaspan.model.taken import check_files
 from megaspan.optimizer import check_optim
-from megaspan.plan import Plan, RankSizes, choose, plan_command
+from megaspan.plan import Plan, RankSizes, choose, free_disk, plan_command
 from megaspan.report import check_trackers
 from megaspan.trainer.given import adopt, check_given, compared
 from megaspan.trainer.job import Job, say
@@ -103,11 +104,13 @@ def set_up(
         # A single rank runs the rows of a micro-batch one after the other.
         together = min(args.per_device_train_batch_size, len(rows)) if axes is not None else 1
         longest = int(np.sort(rows.lengths)[-together:].sum())
-        plan = choose(args, loaded.facts, machine, longest=longest, sizes=sizes)
+        disk_room = -int(world.largest([-float(free_disk(args))])[0])  # of ranks elsewhere, and of another moment
+        plan = choose(args, loaded.facts, machine, longest=longest, sizes=sizes, disk_room=disk_room)
         world.same_everywhere("the plan", _digest(plan))
         prepare(loaded.model, args, plan)
-    placed = levers(loaded.model)
-    assert placed is not None
+        placed = levers(loaded.model)
+        assert placed is not None
+        world.same_everywhere("which layers stream", _streamed(placed))
     if placed.disk is not None and placed.disk.speed is not None:
         seconds["disk speed"] = placed.disk.seconds
         seconds["levers"] -= placed.disk.seconds
@@ -198,6 +201,12 @@ def _digest(plan: Plan) -> str:
     """Of all that decides in which order a rank calls the others."""
     decided = (plan.keep, plan.streamed, plan.kv_heads_per_call, plan.layer_tile_tokens, plan.stream_back)
     return _hash((*decided, plan.loss_tile_tokens, plan.states))
+
+
+def _streamed(placed: Levers) -> str:
+    """Which layers stream, as each rank has proven by itself: their heads and keys travel in another order than others'."""
+    streams = [reason is None for reason in getattr(placed.checkpointing, "reasons", ())]
+    return f"{sum(streams)} of {len(streams)} {_hash(streams)}"
 
 
 def _hash(value: Any) -> str:
