@@ -26,6 +26,7 @@ from megaspan.memory import disk, diskfile, diskspeed
 from megaspan.memory.arena import PAGE, HostArena
 from megaspan.memory.disk import DiskTier, Parked
 from megaspan.memory.diskspeed import DiskSpeed, check_speed, measure
+from megaspan.plan import localdisk
 
 GB = 10**9
 Make = Callable[..., DiskTier]
@@ -35,7 +36,7 @@ Make = Callable[..., DiskTier]
 def small_pieces_on_any_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many pieces of tiny tensors; and a temporary folder may well lie in memory on the machine that tests."""
     monkeypatch.setattr(disk, "PIECE", 2 * PAGE)
-    monkeypatch.setattr(diskfile, "kind_of", lambda folder: "ext4")
+    monkeypatch.setattr(localdisk, "kind_of", lambda folder: "ext4")
 
 
 @pytest.fixture(params=["direct", "cached"])
@@ -428,15 +429,15 @@ def test_file_systems_are_recognised(tmp_path: Path, folder: str, kind: str) -> 
     assert KIND_OF(Path(folder), tmp_path / "none") == ""
 
 
-KIND_OF = diskfile.kind_of
+KIND_OF = localdisk.kind_of
 
 
 def test_memory_is_no_disk_and_a_network_must_be_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(diskfile, "kind_of", lambda folder: "tmpfs")
+    monkeypatch.setattr(localdisk, "kind_of", lambda folder: "tmpfs")
     for allowed in (False, True):
         with pytest.raises(UserError, match=r"lies in memory \(tmpfs\).*raise host_memory"):
             DiskTier(tmp_path, allow_network=allowed)
-    monkeypatch.setattr(diskfile, "kind_of", lambda folder: "nfs4")
+    monkeypatch.setattr(localdisk, "kind_of", lambda folder: "nfs4")
     with pytest.raises(UserError, match=r"network file system \(nfs4\).*allow_slow_disk: true"):
         DiskTier(tmp_path)
     DiskTier(tmp_path, allow_network=True).close()
@@ -509,9 +510,9 @@ def test_a_forgotten_tier_goes_by_itself(tmp_path: Path) -> None:
 
 RUN = """
 import sys, time, torch
-from megaspan.memory import diskfile
+from megaspan.plan import localdisk
 from megaspan.memory.disk import DiskTier
-diskfile.kind_of = lambda folder: "ext4"
+localdisk.kind_of = lambda folder: "ext4"
 tier = DiskTier(sys.argv[1])
 tier.reserve([2**24])
 parked = [tier.park(torch.zeros(2**20), lambda: time.sleep(0.01)) for _ in range(3)]

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from megaspan.config import SFTConfig
 from megaspan.human import UserError
-from megaspan.plan import Machine, Plan, choose, model_facts, plan_command
+from megaspan.plan import Machine, Plan, choose, localdisk, model_facts, plan_command
 from megaspan.plan.cost import memory
 from megaspan.plan.facts import ModelFacts
 from megaspan.plan.fit import Limits, can_fit, fit
@@ -200,6 +200,17 @@ def test_a_disk_takes_the_lowest_layers(tmp_path: Path, monkeypatch: pytest.Monk
     assert any("wait on disk" in reason for reason in made.reasons)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=GIB))
     assert "disk" not in plan(**tight, offload_folder=str(tmp_path)).keep.places, "a full disk holds nothing"
+
+
+def test_a_folder_in_memory_or_far_away_is_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training would refuse it: a plan that counts on its bytes would promise a fit."""
+    monkeypatch.setattr(localdisk, "kind_of", lambda folder: "tmpfs")
+    with pytest.raises(UserError, match=r"lies in memory \(tmpfs\)"):
+        plan(offload_folder=str(tmp_path), allow_slow_disk=True)
+    monkeypatch.setattr(localdisk, "kind_of", lambda folder: "nfs4")
+    with pytest.raises(UserError, match=r"network file system \(nfs4\)"):
+        plan(offload_folder=str(tmp_path))
+    assert plan(offload_folder=str(tmp_path), allow_slow_disk=True).fits
 
 
 def test_layers_that_are_not_streamed_keep_inputs_alone(tmp_path: Path) -> None:

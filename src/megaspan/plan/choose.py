@@ -22,6 +22,7 @@ from megaspan.plan.facts import Counts, Machine, ModelFacts, read_config
 from megaspan.plan.fit import Limits, can_fit, fit, longest_row
 from megaspan.plan.keep import KeepPolicy
 from megaspan.plan.levers import Lever, further, rescue, turns
+from megaspan.plan.localdisk import refuse_kind
 from megaspan.plan.logits import largest_allocation, loss_tile
 from megaspan.plan.parts import Part, Settings
 from megaspan.plan.ranks import RankSizes, share_of
@@ -274,7 +275,7 @@ def free_disk(config: SFTConfig) -> int:
     """Free bytes of the disk that may hold what layers keep; 0 without such a folder.
 
     Raises:
-        UserError: the folder does not exist, or is none.
+        UserError: the folder does not exist, is none, or is on no local disk.
     """
     if config.offload_folder is None:
         return 0
@@ -283,6 +284,7 @@ def free_disk(config: SFTConfig) -> int:
         what = "is not a folder" if path.exists() else "does not exist"
         do = "Name another" if path.exists() else "Make it first"
         raise UserError(f"offload_folder, for what layers keep, {what}", got=str(path), do=do, option="offload_folder")
+    refuse_kind(path, allow_network=config.allow_slow_disk)
     return shutil.disk_usage(path).free
 
 
