@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -142,3 +143,21 @@ def test_a_signal_reaches_all_ranks_and_a_complete_checkpoint_is_left(tmp_path, 
     sentences = [f"interrupted by {signum.name}", "a checkpoint is complete"]
     assert json.loads(out) == {"exit_code": code, "errors": sentences}
     assert err == "".join(f"megaspan: {sentence}\n" for sentence in sentences)
+
+
+@pytest.mark.parametrize(
+    ("codes", "signals", "code", "sentence"),
+    [
+        ({0: -2, 1: -15}, [signal.SIGINT], 130, "interrupted by SIGINT"),
+        ({0: -6, 1: -15}, [signal.SIGINT], 130, "interrupted by SIGINT"),
+        ({0: -9, 1: -15}, [signal.SIGINT], 1, "rank 0 was ended by SIGKILL (often the host's lack of memory)"),
+        ({0: -15, 1: -15}, [signal.SIGTERM], 143, "interrupted by SIGTERM"),
+        ({0: -6, 1: -15}, [], 1, "rank 0 was ended by SIGABRT"),
+    ],
+)
+def test_a_signal_while_ranks_are_still_loading_is_an_interruption(monkeypatch, tmp_path, codes, signals, code, sentence):
+    """Then Python's own answer ends them, without a word of ours."""
+    agent = SimpleNamespace(codes=codes, error=None, meeting=("", 0), close=lambda: None)
+    monkeypatch.setattr(world, "read_failure", lambda meeting: None)
+    found = launch._cause(agent, signals, tmp_path)
+    assert (found.code, found.sentences) == (code, [sentence])

@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 1 sft_qwen3_8b_1m_context.py
     accelerate launch --config_file one_gpu.yaml sft_qwen3_8b_1m_context.py
-    python sft_qwen3_8b_1m_context.py --model build/toy/model --books build/toy/books --max-length 1k --window 32   # the toy
+    python sft_qwen3_8b_1m_context.py --model build/toy/model --books build/toy/books --max-length 1k --window 32 \\
+        --learning-rate 1e-3   # the toy
 
 The YAML file beside this script says the same for `megaspan train`.
 """
@@ -21,6 +22,7 @@ def main() -> None:
     parser.add_argument("--books", default="emozilla/pg19", help="hub name, folder, file or glob")
     parser.add_argument("--max-length", default="1M")
     parser.add_argument("--window", type=int, default=32_768, help="positions the model was made for")
+    parser.add_argument("--learning-rate", type=float, default=2e-5)
     parser.add_argument("--output-dir", default="qwen3-8b-1m")
     options = parser.parse_args()
     args = SFTConfig(
@@ -34,6 +36,7 @@ def main() -> None:
             "rope_parameters": {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": options.window}
         },
         gradient_checkpointing_kwargs={"offload": True},
+        learning_rate=options.learning_rate,
         logging_steps=1,
         save_strategy="no",
     )

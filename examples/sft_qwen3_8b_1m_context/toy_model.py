@@ -6,6 +6,7 @@ import pathlib
 import sys
 import sysconfig
 
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -23,6 +24,7 @@ def main(folder: pathlib.Path) -> None:
         vocab_size=len(alphabet) + 1, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, max_position_embeddings=32, tie_word_embeddings=False,
     )  # fmt: skip
+    torch.manual_seed(0)  # the same model each time, so that losses can be compared
     Qwen3ForCausalLM(config).save_pretrained(folder / "model")
     books = folder / "books"
     books.mkdir(parents=True, exist_ok=True)

@@ -202,8 +202,10 @@ def _cause(agent: _Agent, signals: list[int], folder: Path) -> Failure | None:
         raise agent.error
     if not agent.codes:
         return None
-    # Ranks that were ended by the agent's own SIGTERM, after the first had failed, are no cause.
-    killed = {rank: -code for rank, code in agent.codes.items() if code < 0 and -code != signal.SIGTERM}
+    # Ranks that were ended by the agent's own SIGTERM, after the first had failed, are no cause. Neither are those that a
+    # user's signal ended while they were still loading, without a word or with a library's abort.
+    passed = {signal.SIGTERM, *signals, *([signal.SIGABRT] if signals else [])}
+    killed = {rank: -code for rank, code in agent.codes.items() if code < 0 and -code not in passed}
     dead = next(iter(killed), None)
     if noted is not None and noted.code <= 128:
         return replace(noted, trace=noted.trace or ("" if dead is None else _tail(folder, dead)))

@@ -147,7 +147,7 @@ def test_which_kernel_runs_when_is_told():
     ("asked", "dtype", "line"),
     [
         (None, torch.float32, None),
-        ("no", torch.bfloat16, ("mixed_precision: no, and products are in bfloat16", "the options decide", False)),
+        ("no", torch.bfloat16, ("mixed_precision: no, and products are in bfloat16", "options decide", False)),
         ("bf16", torch.bfloat16, ("mixed_precision: bf16, and products are in bfloat16", "as the file says", False)),
         ("bf16", torch.float32, ("mixed_precision: bf16, and products are in float32", "not on a CPU; bf16: true", True)),
     ],

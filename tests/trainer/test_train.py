@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 
 import pytest
 import torch
@@ -169,6 +170,26 @@ def test_metrics_are_means_over_the_tokens_of_the_loss(tmp_path, model_folder): 
     entry = logged(tmp_path)[0]
     assert entry["entropy"] == pytest.approx(entropy, rel=1e-5)
     assert entry["mean_token_accuracy"] == pytest.approx(right)
+
+
+def test_seconds_are_those_of_one_step_whatever_is_done_between_steps(tmp_path, model_folder):  # noqa: F811
+    """A log line of three steps, with a checkpoint (as slow as a disk) after each."""
+
+    class Slow(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, **more):
+            time.sleep(0.2)
+
+        def on_save(self, args, state, control, **more):
+            time.sleep(1.0)
+
+    made = trainer(
+        model_folder, tmp_path / "run", documents([30] * 6), callbacks=[Slow()], max_steps=6, logging_steps=3,
+        save_strategy="steps", save_steps=1,
+    )  # fmt: skip
+    made.train()
+    for entry in (entry for entry in made.state.log_history if "loss" in entry):
+        assert 0.2 <= entry["step_seconds"] < 1.0
+        assert entry["tokens_per_second"] * entry["step_seconds"] == pytest.approx(30)
 
 
 def test_early_stopping_of_transformers_stops(tmp_path, model_folder):  # noqa: F811

@@ -44,7 +44,7 @@ def layer_reasons(facts: ModelFacts, s: Settings, used: Memory) -> list[str]:
             f"gradients and sums: {shares}"
         )
     if s.streams and s.stream_back:
-        reasons.append("what waits on the host comes back tile by tile: whole rows a layer ahead have no room")
+        reasons.append("what waits on the host comes back tile by tile: the next layer's whole row has no room beside it")
     return reasons + _keep_reasons(facts, s, used)
 
 
@@ -116,7 +116,8 @@ def summary(facts: ModelFacts, s: Settings) -> str:
     policy, layers = s.policy(facts.layers), facts.layers
     if not s.checkpoint:
         return "every layer keeps all it computed: checkpointing is off"
-    places = "on " + " and ".join(where(place).removeprefix("on ") for place in _WHERE if place in policy.places)
+    found = [where(place) for place in _WHERE if place in policy.places]
+    places = found[0] if len(found) == 1 else f"({', '.join(f'some {place}' for place in found)})"
     if not s.streams:
         return f"all {layers} layers keep their input {places} and run whole again in the backward"
     moved = {"host": "gradients wait on the host", "update": "updates happen in the backward", "device": ""}[s.states.gradients]

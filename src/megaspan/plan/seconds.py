@@ -80,7 +80,7 @@ def step_seconds(facts: ModelFacts, s: Settings, device_name: str, kernel: str |
         kernel: attention kernel; None takes the fastest that is installed here.
     """
     if not s.gpu or "H200" not in device_name:
-        return Seconds((), f"unknown: kernel rates were measured on an H200 only, not on {device_name or 'this device'}")
+        return Seconds((), f"unknown: kernel rates were measured on an H200 only, and this is {device_name or 'none'}")
     if s.compute_bytes != 2 or facts.head_dim != 128:
         return Seconds(
             (), f"unknown: rates were measured in bf16 for head size 128, not {8 * s.compute_bytes} bits and {facts.head_dim}"

@@ -149,19 +149,20 @@ class Job:
             return 0, 0
         return torch.cuda.memory_allocated(self.device), torch.cuda.max_memory_allocated(self.device)
 
-    def speed(self, row_lengths: Sequence[int], seconds: float) -> dict[str, float]:
-        """Tokens per second of all ranks, model TFLOP per second of each, and the peaks of memory of the one that needed most.
+    def speed(self, row_lengths: Sequence[int], steps: Sequence[float]) -> dict[str, float]:
+        """Mean seconds of a step, tokens a second of all ranks, model TFLOP a second of each, and the fullest one's memory.
 
         All ranks call it.
 
         Args:
             row_lengths: tokens of each stretch that attends to itself, in the rows of all ranks.
-            seconds: that they took.
+            steps: seconds of each step that took them.
         """
         flops = model_flops(self.facts, row_lengths, frozen=self.frozen)
         device, host = world.largest([self.device_memory()[1], world.peak_host_bytes()])
+        seconds = sum(steps)
         return {
-            "step_seconds": seconds,
+            "step_seconds": seconds / len(steps),
             "tokens_per_second": sum(row_lengths) / seconds,
             "model_tflops": flops / seconds / 1e12 / self.ranks.mesh.ranks,
             "peak_device_bytes": float(device),
@@ -402,7 +403,7 @@ def launch_lines(dtype: torch.dtype) -> list[Line]:
     if asked is None:
         return []
     live = str(dtype).removeprefix("torch.")
-    why = "accelerate passes no where the file says nothing, so the options decide"
+    why = "the file says no, or nothing, which accelerate passes on alike: megaspan's options decide"
     if asked == "bf16":
         why = "as the file says" if live == "bfloat16" else "not on a CPU; bf16: true in the options asks for it there too"
     value = f"mixed_precision: {asked}, and products are in {live}"

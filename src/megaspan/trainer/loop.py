@@ -60,7 +60,8 @@ class Loop:
         self._lengths: list[int] = []
         self._begun_at = state.global_step
         self._where = ""
-        self._saved_at = self._logged_at = time.monotonic()
+        self._seconds: list[float] = []  # of the steps since the last log line, with nothing that was done between them
+        self._saved_at = time.monotonic()
         self._checkpoint: tuple[int, Path] | None = None  # the step that was saved last by this call, and where
         self._drawn_before: dict[str, Any] | None = None  # random states when the open step began
         self._accumulator = Accumulator(self.job.model, self.job.share, self.args.seed)
@@ -75,7 +76,9 @@ class Loop:
                 if state.global_step % steps_per_epoch == 0:
                     self.callbacks.call("on_epoch_begin")
                 self.callbacks.begin_step()
+                begun = time.monotonic()
                 self._step(state.global_step)
+                self._seconds.append(time.monotonic() - begun)
                 self._drawn_before = None
                 self.job.ranks.beat(f"after step {state.global_step}", None)  # callbacks and saves take any time
                 self.callbacks.call("on_step_end")
@@ -160,25 +163,23 @@ class Loop:
         control, state = self.callbacks.control, self.callbacks.state
         save_is_due = self._agree(self._save_is_due())
         if control.should_log:
-            now = time.monotonic()
             entry = self.unlogged.means() | {
                 "grad_norm": self._norm,
                 "learning_rate": self._learning_rate,
                 "num_tokens": float(state.num_input_tokens_seen),
                 "epoch": round(state.epoch, 4),
             }
-            entry |= self.job.speed(self._lengths, now - self._logged_at)
+            entry |= self.job.speed(self._lengths, self._seconds)
             self._log(entry)
             self.unlogged.clear()
-            self._lengths, self._logged_at = [], now
+            self._lengths, self._seconds = [], []
         if control.should_evaluate:
             self._log(self.evaluate(self._evaluation_row) | {"epoch": round(state.epoch, 4)})
             self.job.ranks.beat(f"after evaluation after step {state.global_step}", None)
-            self._logged_at = time.monotonic()
         if control.should_save or save_is_due:
             self._save()
             self.callbacks.call("on_save")
-            self._saved_at = self._logged_at = time.monotonic()
+            self._saved_at = time.monotonic()
         self._agree(False)
 
     def _agree(self, wish: bool) -> bool:

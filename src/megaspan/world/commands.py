@@ -23,7 +23,9 @@ def again(started: Launch, in_file: Container[str] = ()) -> Again:
 
     def words(processes: int | None, sizes: Mapping[str, int]) -> str:
         if is_own_command(sys.argv):
-            return retyped(processes, sizes)
+            # A rank of our own launcher was started without the flag that says how many.
+            own = started.world_size if started.by == "megaspan train" else None
+            return retyped(processes or own, sizes)
         if not sizes:
             return f"type {_launcher(started, processes or 1)} {script()}"
         names = {option: f"parallelism_config_{option}" if option in in_file else option for option in sizes}
