@@ -296,6 +296,23 @@ def test_what_accelerate_drops_is_refused_by_its_name(monkeypatch):
     assert not launchfile.wants_cpu(FSDP2)
 
 
+@pytest.mark.parametrize(
+    ("said", "sentence"),
+    [
+        ({"num_processes": 2}, "num_processes: accelerate starts one process where distributed_type is MULTI_CPU; got 2"),
+        ({"num_processes": 1, "parallelism_config": {"parallelism_config_cp_size": 2}},
+         "parallelism_config_cp_size: accelerate drops it where distributed_type is MULTI_CPU; got 2"),
+    ],
+)  # fmt: skip
+def test_a_file_that_shares_nothing_says_so(monkeypatch, said, sentence):
+    """accelerate starts one process and passes no size on: the run would go on unshared."""
+    monkeypatch.setattr(launchfile, "launch_file", lambda: {"distributed_type": "MULTI_CPU"} | said)
+    alone = {"ACCELERATE_MIXED_PRECISION": "no"}
+    with pytest.raises(UserErrors, match=sentence):
+        world.refuse_launch(alone)
+    world.refuse_launch(alone | {"WORLD_SIZE": "2", "RANK": "0", "PARALLELISM_CONFIG_CP_SIZE": "2"})
+
+
 def test_every_key_of_the_installed_accelerate_is_read_by_its_launcher_or_decided():
     used_up = {
         "gpu_ids", "num_processes", "machine_rank", "num_machines", "main_process_ip", "main_process_port", "rdzv_backend",

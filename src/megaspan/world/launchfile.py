@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megaspan.config.parallel import AXES
 from megaspan.human import UserError, UserErrors
@@ -125,12 +125,36 @@ def _refused(environ: Mapping[str, str]) -> Iterator[UserError]:
     for axis, text in _size_texts(environ):
         if not text.isdecimal() or int(text) < 1:
             yield UserError(f"the launch file's parallelism_config_{axis}_size must be a whole number of at least 1", got=text)
-    if launch(environ).by == "accelerate launch":
+    started = launch(environ)
+    if started.by == "accelerate launch":
         yield from dropped(launch_file(), set(NAMES), list(NAMES))
+        yield from _alone(launch_file(), started.world_size, environ)
     known = {key.variable for key in KEYS} | set(READ_AS_NUMBERS_OR_NAMES)
     for variable in environ:
         if variable.startswith(FAMILIES) and variable not in known:
             yield UserError(f"{variable} is set, and this version of megaspan does not know it", got=environ[variable])
+
+
+def _alone(said: Mapping[str, Any], ranks: int, environ: Mapping[str, str]) -> Iterator[UserError]:
+    """What a launch file of a kind that shares nothing asks for all the same, and accelerate does not do, without a word."""
+    kind, wish = said.get("distributed_type"), said.get("num_processes")
+    if kind == "MULTI_CPU" and isinstance(wish, int) and wish > ranks:
+        yield UserError(
+            "the launch file's num_processes: accelerate starts one process where distributed_type is MULTI_CPU",
+            got=wish,
+            do=fsdp2_lines(environ),
+        )
+        return
+    if _true(environ, "ACCELERATE_USE_FSDP") or any(variable.startswith(PREFIX) for variable in environ):
+        return
+    section = said.get("parallelism_config")
+    for name, size in section.items() if isinstance(section, dict) else ():
+        if isinstance(size, int) and size > 1:
+            yield UserError(
+                f"the launch file's {name}: accelerate drops it where distributed_type is {kind}",
+                got=size,
+                do=fsdp2_lines(environ),
+            )
 
 
 def _other_engine(environ: Mapping[str, str]) -> str | None:
