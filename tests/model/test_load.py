@@ -228,6 +228,9 @@ def test_pickles_are_refused(tmp_path: Path) -> None:
         ("gemma3", {"use_bidirectional_attention": True}, "later tokens"),
         ("qwen3", {"model_type": "no_such_family"}, "cannot be loaded"),
         ("qwen3", {"attention_dropout": 0.1}, "attention_dropout: 0.1"),
+        ("qwen3", {"hidden_act": "swishy"}, "cannot be loaded: .*swishy"),
+        ("qwen3", {"pad_token_id": 5_000}, "cannot be loaded: .*"),
+        ("qwen3", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "factor"),
     ],
 )
 def test_kinds_that_are_refused(tmp_path: Path, family: str, changes: dict[str, Any], words: str) -> None:

@@ -146,5 +146,13 @@ def test_broken_folders_are_refused(tmp_path: Path) -> None:
         read_config(str(tmp_path))
     with pytest.raises(UserError, match=r"num_hidden_layers of the model's configuration is no whole number .*; got 'many'"):
         ModelFacts.from_config({"model_type": "llama", "num_hidden_layers": "many"})
+    sizes = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 8, "num_hidden_layers": 3}
+    for more, sentence in (
+        ({"layer_types": ["full_attention"]}, "layer_types of the model's configuration names too few layers; got 1"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads .* does not divide its num_attention_heads, 4; got 3"),
+        ({"hidden_size": 66}, "hidden_size .* is no multiple of its num_attention_heads, 4; got 66"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            ModelFacts.from_config(sizes | more)
     with pytest.raises(UserError, match="has no hidden_size"):
         ModelFacts.from_config({"model_type": "llama", "num_hidden_layers": 2})

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from megaspan.human import UserError
 from megaspan.plan.rope_math import resolve_rope
+from megaspan.plan.rope_native import read_rope
 
 QWEN3 = {
     "max_position_embeddings": 40960,
@@ -334,3 +335,17 @@ def test_auto_always_covers_and_is_stable(original: int, factor: int, tokens: in
     assert again.max_position_embeddings == choice.max_position_embeddings
     grown = (choice.rope_parameters or entry).get("factor", 1.0)
     assert grown * original < tokens + original or grown == scale, "no larger than the next whole factor"
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        ({"rope_parameters": "yarn"}, "rope_parameters of the model's configuration is no mapping; got 'yarn'"),
+        ({"rope_scaling": [1]}, "rope_scaling of the model's configuration is no mapping"),
+        ({"rope_theta": "1e6"}, "rope_theta of the model's configuration is no number above 0; got '1e6'"),
+        ({"rope_theta": -1.0}, "rope_theta of the model's configuration is no number above 0"),
+    ],
+)
+def test_a_configuration_of_the_wrong_kind_is_one_sentence(more, sentence):
+    with pytest.raises(UserError, match=sentence):
+        read_rope({"model_type": "llama", "max_position_embeddings": 64} | more)

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
@@ -85,7 +84,7 @@ def load_model(config: SFTConfig, device: torch.device | str) -> LoadedModel:
     dtype = live_dtype(config, device)
     unused = 0
     if source.kind == "shape":
-        model = _random_model(model_config, device, dtype, config.seed)
+        model = _random_model(source, model_config, device, dtype, config.seed)
     else:
         model, unused = _pretrained_model(source, model_config, device, dtype, config.trust_remote_code)
     return loaded(model, config, source, commit, rope, unused)
@@ -237,11 +236,18 @@ def live_dtype(config: SFTConfig, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if computes_in_bf16 or config.weights_dtype == "bfloat16" else torch.float32
 
 
-def _random_model(model_config: PretrainedConfig, device: torch.device, dtype: torch.dtype, seed: int) -> PreTrainedModel:
+def _random_model(
+    source: Source, model_config: PretrainedConfig, device: torch.device, dtype: torch.dtype, seed: int
+) -> PreTrainedModel:
     """Weights by the model's own initialisation, drawn on the device, without touching the global random state."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(copy.deepcopy(model_config), dtype=dtype)
+        try:
+            return AutoModelForCausalLM.from_config(copy.deepcopy(model_config), dtype=dtype)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # whatever transformers' constructors do with values that do not go together
+            raise unreadable(source, error) from error
 
 
 @contextmanager
@@ -275,9 +281,9 @@ def _pretrained_model(
                 output_loading_info=True,
                 **({"device_map": {"": device}} if direct else {}),
             )
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever transformers does with broken files, and with values that do not go together
         raise unreadable(source, error) from error
     model, info = loaded
     missing = sorted(info["missing_keys"])

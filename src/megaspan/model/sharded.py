@@ -50,7 +50,10 @@ def load_sharded(config: SFTConfig, device: torch.device | str, device_mesh: Any
     rope = resolve_rope(model_config.to_dict(), config.rope_parameters, config.max_length, config.allow_past_window)
     apply_rope(model_config, rope)
     compute = live_dtype(config, device)
-    plain, model = (skeleton(model_config, compute, trust_remote_code=config.trust_remote_code) for _ in range(2))
+    try:
+        plain, model = (skeleton(model_config, compute, trust_remote_code=config.trust_remote_code) for _ in range(2))
+    except Exception as error:  # whatever transformers' constructors do with values that do not go together
+        raise unreadable(source, error) from error
     if peft_config is not None or config.use_peft:
         model = _with_adapter(model, config, peft_config)
     shard(model, device_mesh, masters=config.weights_dtype != "bfloat16", compute=compute)

@@ -145,9 +145,10 @@ def unreadable(source: Source, error: Exception) -> UserError:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's text, without a full stop."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[0] if lines else type(error).__name__).rstrip(".")
+    """The first line of an error's text, without a full stop; with the next one where it ends in a colon."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    end = next((number for number, line in enumerate(lines) if not line.endswith(":")), 0)
+    return " ".join(lines[: end + 1]).rstrip(".")
 
 
 def _undamaged(file: Path) -> None:

@@ -184,6 +184,7 @@ class ModelFacts:
         sparse = experts.sparse_layers if experts else (False,) * layers
         per_layer = tuple(shared + (moe if is_sparse else dense) for is_sparse in sparse)
         types = families.layer_types_of(text, model_type, layers)
+        _check_sizes(text, widths, layers, types)
         sliding = text.get("sliding_window") if text.get("use_sliding_window") is not False else None
         rope = text.get("rope_parameters") or text.get("rope_scaling")
         qk_norm = bool(family.qk_norm) and (family.qk_norm_key is None or families.has(text, model_type, family.qk_norm_key))
@@ -210,6 +211,19 @@ class ModelFacts:
             attention_linear=hidden * (widths.heads * 2 + widths.kv_heads * 2) * widths.head_dim,
             parameters=vocab * hidden * (1 if tied else 2) + sum(per_layer) + family.norm_vectors * hidden,
         )
+
+
+def _check_sizes(text: Mapping[str, Any], widths: Widths, layers: int, types: tuple[str, ...]) -> None:
+    """Refuses sizes that no model can have together: weights would be made, or read, before anybody said so."""
+    of = "of the model's configuration"
+    if len(types) < layers:
+        raise UserError(f"layer_types {of} names too few layers", got=len(types), allowed=f"one for each of {layers}")
+    if widths.heads % widths.kv_heads:
+        raise UserError(
+            f"num_key_value_heads {of} does not divide its num_attention_heads, {widths.heads}", got=widths.kv_heads
+        )
+    if not text.get("head_dim") and widths.hidden % widths.heads:
+        raise UserError(f"hidden_size {of} is no multiple of its num_attention_heads, {widths.heads}", got=widths.hidden)
 
 
 def shape_names() -> tuple[str, ...]:

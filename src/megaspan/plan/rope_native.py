@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megaspan.human import format_tokens
+from megaspan.human import UserError, format_tokens
 
 FULL = "full_attention"
 
@@ -70,9 +70,19 @@ class NativeRope:
 
 
 def read_rope(model_config: Mapping[str, Any]) -> NativeRope:
-    """Read `config.to_dict()` of transformers 5, or the raw contents of a `config.json`."""
+    """Read `config.to_dict()` of transformers 5, or the raw contents of a `config.json`.
+
+    Raises:
+        UserError: rotary settings that are no mapping, or a base frequency that is no number.
+    """
     config = text_config(model_config)
     raw = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(raw, Mapping):
+        name = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+        raise UserError(f"{name} of the model's configuration is no mapping", got=raw, allowed="{rope_type: …, factor: …}")
+    for key in ("rope_theta", "rope_local_base_freq"):
+        if config.get(key) is not None and not _is_positive(config[key]):
+            raise UserError(f"{key} of the model's configuration is no number above 0", got=config[key])
     theta, partial = config.get("rope_theta"), config.get("partial_rotary_factor")
 
     def complete(entry: Mapping[str, Any], base: Any) -> dict[str, Any]:
@@ -95,6 +105,10 @@ def read_rope(model_config: Mapping[str, Any]) -> NativeRope:
     if fixed and entry.get("rope_type", "default") != "default":
         entry["original_max_position_embeddings"] = fixed
     return NativeRope(nested, entry, int(positions), int(fixed) if fixed else None)
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
 def text_config(model_config: Mapping[str, Any]) -> Mapping[str, Any]:
