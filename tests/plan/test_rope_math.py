@@ -343,6 +343,7 @@ def test_auto_always_covers_and_is_stable(original: int, factor: int, tokens: in
         ({"rope_parameters": "yarn"}, "rope_parameters of the model's configuration is no mapping; got 'yarn'"),
         ({"rope_scaling": [1]}, "rope_scaling of the model's configuration is no mapping"),
         ({"rope_theta": "1e6"}, "rope_theta of the model's configuration is no number above 0; got '1e6'"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "yarn of the model's configuration needs a factor"),
         ({"rope_theta": -1.0}, "rope_theta of the model's configuration is no number above 0"),
     ],
 )

@@ -73,7 +73,7 @@ def read_rope(model_config: Mapping[str, Any]) -> NativeRope:
     """Read `config.to_dict()` of transformers 5, or the raw contents of a `config.json`.
 
     Raises:
-        UserError: rotary settings that are no mapping, or a base frequency that is no number.
+        UserError: rotary settings that are no mapping, or lack their factor; a base frequency that is no number.
     """
     config = text_config(model_config)
     raw = config.get("rope_parameters") or config.get("rope_scaling") or {}
@@ -100,6 +100,10 @@ def read_rope(model_config: Mapping[str, Any]) -> NativeRope:
     elif "rope_local_base_freq" in config and "rope_parameters" not in config:  # Gemma 3 as written before transformers 5
         nested = {FULL: complete(raw, theta), "sliding_attention": complete({}, config["rope_local_base_freq"])}
     entry = dict((nested.get(FULL) or {}) if nested is not None else complete(raw, theta))
+    if "factor" in REQUIRED.get(str(entry.get("rope_type")), ()) and not _is_positive(entry.get("factor")):
+        raise UserError(
+            f"{entry['rope_type']} of the model's configuration needs a factor above 0", got=entry.get("factor", "none")
+        )
     positions = next((config[key] for key in ("max_position_embeddings", "n_positions", "max_seq_len") if config.get(key)), 0)
     fixed = config.get("original_max_position_embeddings")
     if fixed and entry.get("rope_type", "default") != "default":
