@@ -21,9 +21,9 @@ from megaspan.plan.facts import ModelFacts
 from megaspan.plan.keep import KeepPolicy, LayerKeep, Place
 from megaspan.plan.parts import Settings, bytes_of
 from megaspan.plan.search import largest
-from megaspan.plan.segments import Pool, Task, fewest_inputs, held_bytes, most_inputs, most_kept, tightest
+from megaspan.plan.segments import Pool, Task, fewest_inputs, most_inputs, most_kept, tightest
 from megaspan.plan.step import Step
-from megaspan.plan.streamed import input_bytes, output_bytes, tile_bytes
+from megaspan.plan.streamed import Phase, input_bytes, output_bytes, tile_bytes
 from megaspan.plan.weights import update_part
 
 
@@ -86,7 +86,10 @@ def can_keep(step: Step, limits: Limits) -> bool:
     if not s.checkpoint:
         return limits.hold(Memory(step, s.policy(layers)))
     away = _last_on_device(layers, 0, s.streams)
-    return (s.offload and s.gpu and limits.hold(Memory(step, away))) or Rooms(step, limits).any_fits()
+    if s.offload and s.gpu and limits.hold(Memory(step, away)):
+        return True
+    rooms = Rooms(step, limits)
+    return rooms.fits_bare and rooms.any_fits()
 
 
 def fallback(facts: ModelFacts, s: Settings) -> KeepPolicy:
@@ -103,20 +106,22 @@ class Rooms:
     Args:
         step: with its dials.
         limits: bytes there are.
+
+    Attributes:
+        fits_bare: the step has room if layers keep nothing; nothing else may be asked where it has not.
     """
 
     def __init__(self, step: Step, limits: Limits) -> None:
         self.facts, self.s, self.limits, self._step = step.facts, step.s, limits, step
         layers, s = self.facts.layers, self.s
-        # With outputs on the device the forward needs most; those of `can_keep` and `policies` that need less are tried there.
-        self._bare = KeepPolicy.everything(layers, "device")
+        self._limit = limits.device if s.gpu else limits.host  # for the computation
         self._here = self._device_pool()
         self._least_room = min(self._here.forward, *self._here.backward)
         self.fits_bare = self._least_room >= 0 and self._optimizer_fits()
         self._host = limits.host - bytes_of(step.on_host) if s.gpu else 0
-        if self.facts.window is None:
-            self._worth = (True,) * layers
-        else:
+        self._outputs = layers if s.streams else 0  # as many as there can be
+        self._worth = (True,) * layers
+        if self.facts.window is not None:
             self._worth = tuple((self.facts.span(layer) or s.tokens) * 2 > s.tokens for layer in range(layers))
 
     def everything(self) -> KeepPolicy | None:
@@ -125,12 +130,10 @@ class Rooms:
 
     def with_disk(self) -> KeepPolicy | None:
         """All inputs and outputs, as few as possible of them on disk."""
-        if not self.limits.disk or not self.s.gpu or not self.s.offload or not self.fits_bare:
+        host = self._host - staged_bytes(self._step)
+        if not self.limits.disk or not self.s.gpu or not self.s.offload or host < 0:
             return None
         layers, task = self.facts.layers, self._tasks()[0]
-        host = self._host - staged_bytes(self._step)
-        if host < 0:
-            return None
         pools = (Pool.steady("host", host, layers), *task.pools[1:])
         each = task.input + (task.output if self._outputs else 0)
 
@@ -147,40 +150,17 @@ class Rooms:
         """The most outputs, then the most inputs that fit."""
         if not self.s.streams:
             return None
-        found = [self._checked(most_kept(task)) for task in self._tasks()]
-        whole = [self._checked(most_inputs(task, self._outputs)) for task in self._tasks()]
-        fitting = [policy for policy in (*found, *whole) if policy is not None]
+        tasks = self._tasks()
+        found = [*map(most_kept, tasks), *(most_inputs(task, self._outputs) for task in tasks)]
+        fitting = [policy for each in found if (policy := self._checked(each)) is not None]
         return max(fitting, key=lambda policy: (policy.outputs, len(policy.segments)), default=None)
 
     def any_fits(self) -> bool:
-        """Whether any policy fits."""
-        if not self.fits_bare:
-            return False
-        ends = [end for end in {0, self._outputs} if self._least(end) <= self._room]
+        """Whether any policy fits: with all outputs or with none, in the longest segments that there is room for."""
         if not self.s.streams:
             return (self.everything() or self.with_disk()) is not None
-        if any(self._checked(fewest_inputs(task, end)) for task in self._tasks() for end in ends):
-            return True
-        return self.with_disk() is not None
-
-    @property
-    def _room(self) -> int:
-        """More than all pools ever have."""
-        spare = 3 * (self._step.input + self._step.output)
-        return self._host + max(self._here.forward, *self._here.backward, *self._here.again) + spare
-
-    def _least(self, outputs: int) -> int:
-        """Fewer bytes than any policy with so many outputs (all or none) needs at its worst moment."""
-        step, layers = self._step, self.facts.layers
-        if outputs or not step.output:
-            return step.input + outputs * step.output if self.s.streams else layers * step.input
-        one = replace(self.s, tokens=1)
-        x, out = input_bytes(self.facts, one), output_bytes(self.facts, one)
-        return self.s.slots * (max(held_bytes(tightest(layers, x, out, None), x, out, "host")) - 1)
-
-    @property
-    def _outputs(self) -> int:
-        return self.facts.layers if self.s.streams else 0
+        tries = (fewest_inputs(task, outputs) for task in self._tasks() for outputs in (0, self._outputs))
+        return any(self._checked(policy) for policy in tries) or self.with_disk() is not None
 
     def _checked(self, policy: KeepPolicy | None, *, whole: bool = False) -> KeepPolicy | None:
         """The policy if it fits by the full count too, and with `whole` runs no layer again."""
@@ -189,23 +169,22 @@ class Rooms:
         return policy if self.limits.hold(Memory(self._step, policy)) else None
 
     def _tasks(self) -> list[Task]:
-        """The order in which pools are filled, and where segments wait, in every way that makes sense."""
-        step, s, layers = self._step, self.s, self.facts.layers
-        if not self.fits_bare:
-            return [Task(step.input, step.output, (Pool.steady("device", -1, layers),), "device", self._worth)]
-        if not s.gpu or not s.offload:
-            # One pool; on a CPU with offload it is called host, and the parts there are counted for the whole step.
-            place: Place = "host" if s.offload else "device"
-            one = self._here
-            if place == "host":
-                room = self._least_room
-                again = tuple(min(room, each) for each in one.again)
-                one = Pool("host", None, room, (room,) * layers, again)
-            return [Task(step.input, step.output, (one,), place, self._worth)]
+        """In which order pools are filled from the lowest layer up, and where segments wait: every way that makes sense."""
+
+        def task(pools: tuple[Pool, ...], again: Place) -> Task:
+            return Task(self._step.input, self._step.output, pools, again, self._worth, attends_on(self.s))
+
+        layers, here = self.facts.layers, self._here
+        if not self.s.offload:
+            return [task((here,), "device")]
+        if not self.s.gpu:
+            # One memory. What lies there is counted for the whole step, so the room is that of the tightest moment.
+            room = self._least_room
+            again = tuple(min(room, each) for each in here.again)
+            return [task((Pool("host", None, room, (room,) * layers, again),), "host")]
         host = Pool.steady("host", self._host, layers)
-        stays = replace(self._here, fill=self._here.least)
-        make = [((host, self._here), "device"), ((host, self._here), "host"), ((stays, host), "host")]
-        return [Task(step.input, step.output, pools, again, self._worth, attends_on(s)) for pools, again in make]  # type: ignore[arg-type]
+        always_free = replace(here, fill=here.least)
+        return [task((host, here), "device"), task((host, here), "host"), task((always_free, host), "host")]
 
     def _device_pool(self) -> Pool:
         """What the computation leaves of its own memory."""
@@ -215,14 +194,15 @@ class Rooms:
         # What is fetched lies on the device in any case: two layers' whole, or two tiles.
         ahead, ahead_forward = (0, 0) if step.tiles else (2, 1 if s.streams else 2)
 
-        def fetched(name: str, uses: bool) -> int:
+        def fetched(phase: Phase) -> int:
             if step.tiles:
-                return sum(tile_bytes(self.facts, s, name))
-            return pair + (pair if uses else step.input)
+                return sum(tile_bytes(self.facts, s, phase.name))
+            return pair + (pair if phase.uses_output else step.input)
 
-        work = max(phase.bytes + fetched(phase.name, phase.uses_output) for phase in step.phases)
+        work = max(phase.bytes + fetched(phase) for phase in step.phases)
         loss = bytes_of(step.loss) + ahead_forward * pair
-        forward = bytes_of(step.forward(self._bare))
+        # With outputs on the device the forward needs most; policies that need less are tried in `can_keep` and `policies`.
+        forward = bytes_of(step.forward(KeepPolicy.everything(layers, "device")))
         again = bytes_of(step.again)
         left = [free - step.gradient(layers - index - 1).bytes for index in range(layers)]
         return Pool(
@@ -235,14 +215,9 @@ class Rooms:
             ahead_forward,
         )
 
-    @property
-    def _limit(self) -> int:
-        """What the computation may use."""
-        return self.limits.device if self.s.gpu else self.limits.host
-
     def _optimizer_fits(self) -> bool:
-        s, step = self.s, self._step
-        after = max(update_part(self.facts, s).bytes, bytes_of(step.embedding))
+        step = self._step
+        after = max(update_part(self.facts, self.s).bytes, bytes_of(step.embedding))
         used = step.gradient(self.facts.layers).bytes + after + bytes_of(step.always)
         return used <= step.allowed(self._limit)
 
@@ -250,5 +225,5 @@ class Rooms:
 @lru_cache(maxsize=256)
 def _last_on_device(layers: int, last: int, outputs: bool) -> KeepPolicy:
     """Everything is kept, of the last layers on the device, of the others on the host."""
-    host, device = (LayerKeep(place, place if outputs else None) for place in ("host", "device"))
+    host, device = LayerKeep("host", "host" if outputs else None), LayerKeep("device", "device" if outputs else None)
     return KeepPolicy((host,) * (layers - last) + (device,) * last)
