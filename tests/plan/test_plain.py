@@ -35,6 +35,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "another's class": ({"architectures": ["Qwen2ForCausalLM"]}, "not a causal language model"),
     "sees": ({"vision_config": {}}, "more than a language model"),
     "a state": ({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}, "layers that carry a state"),
+    "activation": ({"hidden_act": "nosuch"}, "has a hidden_act that transformers"),
     "rope": ({"rope_parameters": {"rope_type": "nosuch", "rope_theta": 10000.0}}, "has a rope_type that transformers"),
 }  # fmt: skip
 

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import transformers
 from transformers import PretrainedConfig
+from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from megaspan.human import UserError
 from megaspan.model.kinds import check_switches
 from megaspan.model.source import apply_overrides, find_source, read_config
+from megaspan.plan.plain import ACTIVATIONS
 from megaspan.plan.rope_native import read_rope
 
 if TYPE_CHECKING:
@@ -31,18 +33,22 @@ def check_files(config: SFTConfig) -> None:
     """
     found = read_config(find_source(config), trust_remote_code=config.trust_remote_code)
     apply_overrides(found, config.config_overrides)
-    _check_rope(found)
+    if not config.trust_remote_code:  # the code of such a model may know more than transformers
+        _check_names(found)
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(found), type(found))
     model_class = model_class[0] if isinstance(model_class, tuple) else model_class
     check_switches(found.to_dict(), model_class.__name__)
 
 
-def _check_rope(found: PretrainedConfig) -> None:
-    """An unknown rope_type would be a KeyError in the constructor of the model."""
-    kind = read_rope(found.to_dict()).kind
-    if kind not in ("default", *ROPE_INIT_FUNCTIONS) and not getattr(found, "auto_map", None):
-        raise UserError(
-            f"the model's configuration has a rope_type that transformers {transformers.__version__} does not know",
-            got=kind,
-            allowed=", ".join(("default", *ROPE_INIT_FUNCTIONS)),
-        )
+def _check_names(found: PretrainedConfig) -> None:
+    """A name that transformers does not know would be a KeyError in the constructor of the model, after the text is read."""
+    entries = found.to_dict()
+    rope = ("default", *ROPE_INIT_FUNCTIONS)
+    named = [("rope_type", read_rope(entries).kind, rope), *((key, entries.get(key), tuple(ACT2FN)) for key in ACTIVATIONS)]
+    for key, value, known in named:
+        if isinstance(value, str) and value not in known:
+            raise UserError(
+                f"the model's configuration has a {key} that transformers {transformers.__version__} does not know",
+                got=value,
+                allowed=", ".join(known),
+            )

@@ -26,7 +26,9 @@ EXACT_LAYERS = ("full_attention", "sliding_attention")
 DROPOUTS = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
 OTHER_SENSES = ("vision_config", "audio_config", "image_token_id", "audio_token_id")
 KEPT_STATES = ("output_hidden_states", "output_attentions")
+ACTIVATIONS = ("hidden_act", "hidden_activation")
 
+_USUAL_ACTIVATIONS = (None, "silu", "gelu", "gelu_pytorch_tanh", "relu")
 _UNUSUAL = (
     "quantization_config", "text_config", "is_encoder_decoder", "auto_map", "layers_block_type", "use_bidirectional_attention",
     *OTHER_SENSES, *KEPT_STATES,
@@ -59,7 +61,7 @@ def _is_usual(raw: Mapping[str, Any]) -> bool:
         return False
     if types and (set(types) - set(EXACT_LAYERS) or len(types) != raw.get("num_hidden_layers")):
         return False
-    if read_rope(raw).kind not in REQUIRED:
+    if read_rope(raw).kind not in REQUIRED or any(raw.get(key) not in _USUAL_ACTIVATIONS for key in ACTIVATIONS):
         return False
     own = str(kind).removesuffix("_text").replace("_", "") + "forcausallm"
     return all(str(name).lower().replace("_", "") == own for name in raw.get("architectures") or [own])
