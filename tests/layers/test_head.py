@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
+from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from megaspan.human import UserError
@@ -89,6 +91,14 @@ class Shorter(LlamaForCausalLM):
         return out
 
 
+class Scaled(LlamaForCausalLM):
+    """Twice the last hidden state to the output layer."""
+
+    def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+        hidden = self.model(input_ids=input_ids, **kwargs).last_hidden_state
+        return CausalLMOutputWithPast(logits=self.lm_head(hidden * 2))
+
+
 class Narrowed(nn.Linear):
     """An output layer that scales its input."""
 
@@ -108,7 +118,7 @@ def test_a_hidden_state_changed_before_the_head_is_refused() -> None:
     model = tiny("llama")
     model.model.norm.register_forward_hook(lambda _m, _a, output: output)  # harmless: the backbone's output includes it
     check_head(model)
-    model.lm_head.register_forward_pre_hook(lambda _m, args: (args[0] * 2,))
+    model.__class__ = Scaled
     with pytest.raises(UserError, match="not given the last hidden state as it is"):
         check_head(model)
 
@@ -118,15 +128,35 @@ def test_an_output_layer_of_another_kind_is_refused() -> None:
     model.lm_head = Narrowed(64, VOCAB)
     with pytest.raises(UserError, match=r"cannot read this kind of output layer; got .*Narrowed"):
         head_of(model)
-    hooked = tiny("llama")
-    hooked.lm_head.register_forward_hook(lambda _m, _a, output: output + 1)
-    with pytest.raises(UserError, match="more than a linear layer"):
-        check_head(hooked)
     with pytest.raises(UserError, match="no output layer"):
         head_of(nn.Linear(2, 2))
     config = tiny_config("granite", logits_scaling=0)
     with pytest.raises(UserError, match="logits_scaling"):
         head_of(AutoModelForCausalLM.from_config(config))
+
+
+@pytest.mark.parametrize(
+    "hook",
+    ["register_forward_pre_hook", "register_forward_hook", "register_full_backward_hook", "register_full_backward_pre_hook"],
+)
+def test_a_hook_on_the_output_layer_is_refused(hook: str) -> None:
+    """The loss never calls the layer, so none of them would run; those inside a LoRA layer neither."""
+    for model, inside in ((tiny("llama"), "lm_head"), (adapted(), "base_model.model.lm_head.lora_A.default")):
+        head_of(model)
+        handle = getattr(model.get_submodule(inside), hook)(lambda *_: None)
+        with pytest.raises(UserError, match=rf"a hook on {inside.removeprefix('base_model.model.')} is to see whole rows"):
+            head_of(model)
+        handle.remove()
+        head_of(model)
+
+
+def test_a_pruned_output_layer_is_refused_until_it_is_made_permanent() -> None:
+    model = tiny("llama")
+    prune.l1_unstructured(model.lm_head, "weight", 0.3)
+    with pytest.raises(UserError, match="a hook on lm_head"):
+        check_head(model)
+    prune.remove(model.lm_head, "weight")
+    assert (check_head(model).weight_VE == 0).float().mean() > 0.29
 
 
 def test_the_check_leaves_the_model_as_it_was() -> None:

@@ -458,6 +458,22 @@ def test_other_peoples_changes_are_refused() -> None:
         prepare(torch.nn.Linear(2, 2), settings(), plan())
 
 
+def test_a_hook_on_the_output_layer_is_refused_before_and_after() -> None:
+    """The loss reads the layer's weight and never calls it, so that the hook would not run."""
+    model = tiny("llama")
+    handle = model.lm_head.register_forward_hook(lambda _module, _args, output: output * 2)
+    with pytest.raises(UserError, match="a hook on lm_head is to see whole rows"):
+        prepare(model, settings(), plan())
+    handle.remove()
+    prepare(model, settings(), plan())
+    model(**batch(LENGTH))
+    handle = model.lm_head.register_full_backward_hook(lambda *_: None)
+    with pytest.raises(UserError, match="a hook on lm_head is to see whole rows"):
+        model(**batch(LENGTH))
+    handle.remove()
+    model(**batch(LENGTH))
+
+
 def test_checkpointing_switched_on_elsewhere_is_refused() -> None:
     model = prepare(tiny("llama"), settings(), plan())
     model._set_gradient_checkpointing(True, torch.utils.checkpoint.checkpoint)

@@ -19,10 +19,12 @@ from torch import Tensor, nn
 
 from megaspan.human import UserError
 from megaspan.layers.dropout import counter_mask
+from megaspan.layers.tile import HOOKS
 
 _MULTIPLIERS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
 _DIVIDERS = ("logits_scaling",)
 _MULTIPLIED_BY_DIVIDERS = ("hyperclovax",)  # model types that multiply by what Granite divides by
+_HARMLESS_HOOKS = ("megaspan.", "transformers.utils.output_capturing")
 _SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
 
@@ -128,7 +130,7 @@ def head_of(model: nn.Module) -> Head:
     put into evaluation are seen. Whether the model's forward does more than this is for `check_head`, once.
 
     Raises:
-        UserError: the model has no linear output layer, or an adapter on it whose formula is not known here.
+        UserError: the model has no linear output layer, an adapter on it whose formula is not known here, or a hook in it.
     """
     plain = _without_peft(model)
     layer = plain.get_output_embeddings() if hasattr(plain, "get_output_embeddings") else None
@@ -137,6 +139,7 @@ def head_of(model: nn.Module) -> Head:
             "the model has no output layer to take a loss from", found=type(plain).__name__, allowed="a causal language model"
         )
     weight_VE, bias_V, deltas = _linear_of(layer)
+    _check_unhooked(plain, layer)
     scale, softcap = _logit_settings(plain.config.get_text_config())
     return Head(weight_VE, bias_V, deltas, scale, softcap)
 
@@ -168,10 +171,11 @@ def check_head(model: nn.Module) -> Head:
         seen["hidden"] = output[0] if isinstance(output, tuple) else output.last_hidden_state
 
     training = [module for module in model.modules() if module.training]
-    hooks = [layer.register_forward_hook(answer), backbone.register_forward_hook(watch)]
+    hooks: list[Any] = []
     try:
         model.eval()
         evaluated = head_of(model)
+        hooks = [layer.register_forward_hook(answer), backbone.register_forward_hook(watch)]
         tokens = torch.arange(4, device=head.weight_VE.device)[None] % head.vocab
         logits = plain(input_ids=tokens, use_cache=False).logits
     finally:
@@ -189,6 +193,20 @@ def check_head(model: nn.Module) -> Head:
     if logits.shape != own.shape or not torch.allclose(logits.float(), expected, rtol=1e-5, atol=1e-6):
         raise _unknown(plain, f"its logits are not {head.describe()}")
     return head
+
+
+def _check_unhooked(model: nn.Module, layer: nn.Module) -> None:
+    """Refuse somebody's hook in the output layer, which the loss never calls; a pruned weight is made by one."""
+    for module in layer.modules():
+        hooks = [hook for kind in HOOKS for hook in getattr(module, kind).values()]
+        # The package's own gather a sharded table; transformers' collect outputs, which a call with labels does not ask for.
+        if all((getattr(hook, "__module__", None) or "").startswith(_HARMLESS_HOOKS) for hook in hooks):
+            continue
+        name = next(name for name, each in model.named_modules() if each is module)
+        raise UserError(
+            f"a hook on {name} is to see whole rows, and the loss reads the weight of the output layer without calling it",
+            do="Take the hook off (torch.nn.utils.prune.remove does so for a pruned weight)",
+        )
 
 
 def _linear_of(layer: Any) -> tuple[Tensor, Tensor | None, tuple[LowRank, ...]]:
