@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 from megaspan.human import UserError
 from megaspan.layers.shards import computes_in
@@ -471,6 +472,29 @@ def test_a_hook_on_the_output_layer_is_refused_before_and_after() -> None:
     with pytest.raises(UserError, match="a hook on lm_head is to see whole rows"):
         model(**batch(LENGTH))
     handle.remove()
+    model(**batch(LENGTH))
+
+
+def smoothed(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, **_: Any) -> torch.Tensor:
+    """A loss of somebody's own."""
+    shifted, labels = logits[:, :-1].reshape(-1, vocab_size), labels[:, 1:].reshape(-1)
+    return torch.nn.functional.cross_entropy(shifted, labels, label_smoothing=0.1)
+
+
+def test_another_loss_function_is_refused_before_and_after() -> None:
+    """By transformers' own setter; the tiles' loss would pass it over."""
+    model = tiny("llama")
+    model.loss_function = smoothed
+    with pytest.raises(UserError, match=r"loss function of LlamaForCausalLM is smoothed, .* would not be called"):
+        prepare(model, settings(), plan())
+    del model._loss_function
+    prepare(model, settings(), plan())
+    model(**batch(LENGTH))
+    model.loss_function = smoothed
+    with pytest.raises(UserError, match="loss function of LlamaForCausalLM is smoothed"):
+        model(**batch(LENGTH))
+    assert model(input_ids=batch(LENGTH)["input_ids"]).logits is not None
+    model.loss_function = ForCausalLMLoss
     model(**batch(LENGTH))
 
 

@@ -27,6 +27,7 @@ from megaspan.attention.seam import is_attention
 from megaspan.human import UserError
 from megaspan.layers.balance import real_tokens
 from megaspan.layers.dropout import DropoutHandle
+from megaspan.model.kinds import check_loss_function
 from megaspan.model.limits import check_logits_fit, device_of, free_bytes, past_window
 from megaspan.model.rows import Piece, Run, check_covered, cut, run_of_row, runs_of, shift
 from megaspan.model.tables import gathered_head
@@ -137,6 +138,7 @@ def _with_labels(model: Any, settings: Settings, arguments: dict[str, Any]) -> A
     from megaspan.layers.head import head_of
     from megaspan.layers.loss import linear_cross_entropy, plain_cross_entropy
 
+    check_loss_function(model)
     extra = _checked_extras(arguments)
     tokens_b = arguments.get("input_ids") if arguments.get("inputs_embeds") is None else arguments["inputs_embeds"]
     if tokens_b is None or (arguments.get("input_ids") is not None and arguments.get("inputs_embeds") is not None):

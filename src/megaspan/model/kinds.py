@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from megaspan.human import UserError
@@ -120,6 +121,22 @@ def check_trainable(model: PreTrainedModel) -> None:
     check_switches(config, name)
     if any(parameter.is_meta for parameter in model.parameters()):
         raise UserError(f"{name} has no weights yet (it lies on the meta device)", do="Load or initialise it first")
+
+
+def check_loss_function(model: PreTrainedModel) -> None:
+    """Refuse a loss that is not transformers' for causal language models. One comparison, so that every call can make it.
+
+    Raises:
+        UserError: `model.loss_function` was set, or the class has another.
+    """
+    function: Any = model.loss_function
+    if function is not ForCausalLMLoss:
+        raise UserError(
+            f"the loss function of {type(model).__name__} is {getattr(function, '__name__', type(function).__name__)}, and it "
+            "would not be called: the loss is taken tile by tile",
+            allowed="transformers' ForCausalLMLoss",
+            do="Leave model.loss_function as the model was loaded",
+        )
 
 
 def check_switches(config: Mapping[str, Any], name: str) -> None:

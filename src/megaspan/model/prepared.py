@@ -30,7 +30,7 @@ from megaspan.model.forward import (
     passes_arguments_on,
     signature_of,
 )
-from megaspan.model.kinds import check_trainable, unwrap
+from megaspan.model.kinds import check_loss_function, check_trainable, unwrap
 from megaspan.model.limits import check_logits_fit, device_of, free_bytes, past_window
 from megaspan.model.lora import check_adapter
 from megaspan.model.tables import gathered_head
@@ -199,6 +199,7 @@ def prepare(model: Model, args: SFTConfig, plan: Plan | None = None, *, on_layer
     for adapter in dict(getattr(model, "peft_config", None) or {}).values():
         check_adapter(adapter)
     check_trainable(inner)
+    check_loss_function(inner)
     backbone_of(inner)
     if getattr(inner.config, "output_router_logits", False) and not can_balance(inner):
         raise UserError(
