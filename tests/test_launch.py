@@ -150,6 +150,7 @@ def test_a_signal_reaches_all_ranks_and_a_complete_checkpoint_is_left(tmp_path, 
     [
         ({0: -2, 1: -15}, [signal.SIGINT], 130, "interrupted by SIGINT"),
         ({0: -6, 1: -15}, [signal.SIGINT], 130, "interrupted by SIGINT"),
+        ({0: -11, 1: -15}, [signal.SIGINT], 130, "interrupted by SIGINT"),
         ({0: -9, 1: -15}, [signal.SIGINT], 1, "rank 0 was ended by SIGKILL (often the host's lack of memory)"),
         ({0: -15, 1: -15}, [signal.SIGTERM], 143, "interrupted by SIGTERM"),
         ({0: -6, 1: -15}, [], 1, "rank 0 was ended by SIGABRT"),

@@ -203,9 +203,10 @@ def _cause(agent: _Agent, signals: list[int], folder: Path) -> Failure | None:
     if not agent.codes:
         return None
     # Ranks that were ended by the agent's own SIGTERM, after the first had failed, are no cause. Neither are those that a
-    # user's signal ended while they were still loading, without a word or with a library's abort.
-    passed = {signal.SIGTERM, *signals, *([signal.SIGABRT] if signals else [])}
-    killed = {rank: -code for rank, code in agent.codes.items() if code < 0 and -code not in passed}
+    # user's signal ended while they were still loading, without a word or with a library's crash.
+    killed = {rank: -code for rank, code in agent.codes.items() if code < 0 and -code != signal.SIGTERM}
+    if signals:
+        killed = {rank: signum for rank, signum in killed.items() if signum == signal.SIGKILL}
     dead = next(iter(killed), None)
     if noted is not None and noted.code <= 128:
         return replace(noted, trace=noted.trace or ("" if dead is None else _tail(folder, dead)))
