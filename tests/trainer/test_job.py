@@ -111,13 +111,22 @@ def test_the_header_is_understood_by_who_has_never_seen_one(tmp_path, model_fold
     )
 
 
+def test_an_adapter_is_told(tmp_path, model_folder):
+    targets = {"use_peft": True, "lora_r": 2, "lora_dropout": 0.1, "lora_target_modules": ["v_proj", "q_proj"]}
+    made = trainer(model_folder, tmp_path, documents([40]), max_steps=1, **targets)
+    (line,) = made._job._adapter_lines()
+    trained = sum(parameter.numel() for parameter in made.model.parameters() if parameter.requires_grad)
+    assert line.value == "LoRA, r 2, alpha 32, dropout 0.1"
+    assert line.reason == f"{trained:,} parameters train; on q_proj, v_proj"
+
+
 @pytest.mark.parametrize(
     ("sizes", "told"),
     [
         ({"cp": 8}, "weights and AdamW's states cut over 8 ranks, a row's tokens cut over 8 ranks"),
         ({"dp_shard": 2}, "weights and AdamW's states cut over 2 ranks, 2 ranks with a row each"),
         ({"dp_replicate": 2, "cp": 2, "sp": 2}, "2 copies of the model, weights and AdamW's states cut over 4 ranks, 2 groups "
-         "of ranks with a row each, a row's tokens cut over 2 ranks, its heads shared by 2 ranks"),
+         "of ranks with a row each, a row's tokens cut over 2 ranks, a row's heads shared by 2 ranks"),
     ],
 )  # fmt: skip
 def test_what_ranks_share_is_told(tmp_path, model_folder, sizes, told):

@@ -244,6 +244,7 @@ class Job:
         rotary, *others = self.loaded.rope_readback.entries
         lines = [
             Line("model", self.loaded.name, f"{facts.parameters:,} parameters, {facts.layers} layers; {self.loaded.origin}"),
+            *self._adapter_lines(),
             *self._rank_lines(),
             Line("rows", f"{len(self.rows)}", f"longest {format_tokens(longest)} tokens, {self._spread()}"),
             Line(
@@ -284,6 +285,15 @@ class Job:
         """The attention kernels of the model's kinds of layers."""
         return (self.levers.kernel, *self.levers.kernel.also)
 
+    def _adapter_lines(self) -> list[Line]:
+        if not self.frozen:
+            return []
+        config = self.model.peft_config[self.model.active_adapter]
+        trained = sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
+        targets = [config.target_modules] if isinstance(config.target_modules, str) else sorted(config.target_modules or ())
+        value = f"LoRA, r {config.r}, alpha {config.lora_alpha:g}, dropout {config.lora_dropout:g}"
+        return [Line("adapter", value, f"{trained:,} parameters train; on {', '.join(targets)}")]
+
     def _rank_lines(self) -> list[Line]:
         mesh = self.ranks.mesh
         if mesh.ranks == 1:
@@ -293,7 +303,7 @@ class Job:
         groups = "ranks" if mesh.size("row") == 1 else "groups of ranks"
         told += [f"{mesh.size('data')} {groups} with a row each"] * (mesh.size("data") > 1)
         told += [f"a row's tokens cut over {mesh.cp} ranks"] * (mesh.cp > 1)
-        told += [f"its heads shared by {mesh.sp} ranks"] * (mesh.sp > 1)
+        told += [f"a row's heads shared by {mesh.sp} ranks"] * (mesh.sp > 1)
         return [Line("ranks", str(mesh), ", ".join(told))]
 
     def _product(self) -> str:
