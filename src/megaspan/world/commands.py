@@ -10,6 +10,7 @@ from typing import Any
 
 from megaspan.config.parallel import Again
 from megaspan.config.retype import is_own_command, retyped
+from megaspan.world.dropped import launch_file_name
 from megaspan.world.launched import Launch
 
 
@@ -49,7 +50,7 @@ def script(main: Any = None) -> str:
 
 def _launcher(started: Launch, processes: int) -> str:
     if started.by == "accelerate launch":
-        return f"accelerate launch --config_file FSDP2.yaml --num_processes {processes}"
+        return f"accelerate launch --config_file {launch_file_name() or 'FSDP2.yaml'} --num_processes {processes}"
     if started.nodes > 1 and processes % started.nodes == 0:
         return f"torchrun --nnodes {started.nodes} --nproc-per-node {processes // started.nodes}"
     return f"torchrun --nproc-per-node {processes}"

@@ -39,12 +39,20 @@ def launch_file(parent: int | None = None, proc: Path = Path("/proc")) -> Mappin
     """
     place = proc / str(os.getppid() if parent is None else parent)
     try:
-        words = (place / "cmdline").read_text().removesuffix("\0").split("\0")
-        name = _config_file(words)
+        name = launch_file_name(parent, proc)
         said = None if name is None else yaml.safe_load((Path(os.readlink(place / "cwd")) / name).read_text())
     except (OSError, ValueError, yaml.YAMLError):
         return {}
     return said if isinstance(said, dict) else {}
+
+
+def launch_file_name(parent: int | None = None, proc: Path = Path("/proc")) -> str | None:
+    """The launch file of the parent process as it was typed there; None where there is none to be seen."""
+    place = proc / str(os.getppid() if parent is None else parent)
+    try:
+        return _config_file((place / "cmdline").read_text().removesuffix("\0").split("\0"))
+    except (OSError, ValueError):
+        return None
 
 
 def _config_file(words: list[str]) -> str | None:
