@@ -426,3 +426,17 @@ def test_hooks_of_parameters_run_once():
     want = {name: gradient * (0.5 if name.startswith(of_hooked) else 1) for name, gradient in got.items()}
     assert_same_gradients(step(model, batch(23))[1], want, 1e-5)
     assert streaming.stats().passed_on == 1
+
+
+def test_a_rotary_module_that_is_trained_gets_its_gradient():
+    """cos and sin are not among what a streamed layer gives gradients to: such layers run whole."""
+    plain = tiny("llama")
+    model, streaming = streamed(plain)
+    for one in (plain, model):
+        rotary = one.model.rotary_emb
+        rotary.stretch = torch.nn.Parameter(torch.tensor(1.1))
+        own = type(rotary).forward
+        rotary.forward = lambda *given, r=rotary, own=own, **named: tuple(each * r.stretch for each in own(r, *given, **named))
+    assert_parity(plain, model, batch(23))
+    assert float(model.model.rotary_emb.stretch.grad) != 0
+    assert streaming.stats().passed_on == 2

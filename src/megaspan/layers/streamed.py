@@ -36,7 +36,7 @@ from megaspan.layers.selfcheck import prove_family, replaced_parts
 from megaspan.layers.shards import compute_dtype, gathered
 from megaspan.layers.stream import Counts, LayerPlan, LayerRun
 from megaspan.layers.tape import Stores, Tape, most_waiting, passing
-from megaspan.layers.tile import hooks_inside
+from megaspan.layers.tile import hooks_inside, want_gradients
 from megaspan.layers.tokenwise import tile_final_norm
 from megaspan.memory.disk import DiskTier
 from megaspan.plan.keep import KeepPolicy, LayerKeep, Place
@@ -331,6 +331,7 @@ class Streaming:
         arguments = dict(getattr(function, "keywords", {}))
         x = args[0] if args else arguments.pop("hidden_states", None)
         known = len(args) <= 1 and _known_call(layer, x, arguments) and hooks_inside(layer) is None
+        known = known and not (torch.is_grad_enabled() and want_gradients(arguments.values()))
         if not known or self.general.dropout.cover(layer) is not None:
             self._counts.passed_on += 1
             with self._watching(index, layer):

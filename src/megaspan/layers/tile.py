@@ -7,7 +7,7 @@ gradients: adding 128 tiles in bf16 loses the small ones, so sums are fp32.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import final
 
@@ -54,6 +54,12 @@ def hooks_inside(module: nn.Module) -> str | None:
         if each is not module and hooked(each):
             return f"a hook on {name} is to see whole rows"
     return None
+
+
+def want_gradients(values: Iterable[object]) -> bool:
+    """Whether a gradient is to go to one of the values or of what they hold, as to cos and sin of a trained rotary module."""
+    given = [each for value in values for each in (value if isinstance(value, tuple | list) else (value,))]
+    return any(isinstance(each, Tensor) and each.requires_grad for each in given)
 
 
 def random_states(device: torch.device) -> list[Tensor]:
