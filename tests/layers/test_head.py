@@ -99,6 +99,61 @@ class Scaled(LlamaForCausalLM):
         return CausalLMOutputWithPast(logits=self.lm_head(hidden * 2))
 
 
+class Own(LlamaForCausalLM):
+    """Decoder, output layer and loss in a forward of its own; the classes below do one thing more."""
+
+    def embedded(self, input_ids: Any) -> Any:
+        return self.model.embed_tokens(input_ids)
+
+    def before_head(self, hidden: Any) -> Any:
+        return hidden
+
+    def loss_of(self, logits: Any, labels: Any, hidden: Any) -> Any:
+        return self.loss_function(logits, labels, self.config.vocab_size)
+
+    def forward(self, input_ids: Any = None, labels: Any = None, use_cache: Any = None, **kwargs: Any) -> Any:
+        embeds = self.embedded(input_ids)
+        hidden = self.model(inputs_embeds=embeds, use_cache=use_cache, **kwargs).last_hidden_state
+        logits = self.lm_head(self.before_head(hidden))
+        loss = None if labels is None else self.loss_of(logits, labels, hidden)
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+
+class Penalised(Own):
+    def loss_of(self, logits: Any, labels: Any, hidden: Any) -> Any:
+        return super().loss_of(logits, labels, hidden) + 1e-4 * logits.float().logsumexp(-1).square().mean()
+
+
+class Smoothed(Own):
+    def loss_of(self, logits: Any, labels: Any, hidden: Any) -> Any:
+        return nn.functional.cross_entropy(logits[0, :-1].float(), labels[0, 1:], label_smoothing=0.1)
+
+
+class Small(Own):
+    def loss_of(self, logits: Any, labels: Any, hidden: Any) -> Any:
+        return super().loss_of(logits, labels, hidden) + 1e-3 * hidden.float().square().mean()
+
+
+class Unshifted(Own):
+    def loss_of(self, logits: Any, labels: Any, hidden: Any) -> Any:
+        return nn.functional.cross_entropy(logits[0].float(), labels[0])
+
+
+class Lossless(Own):
+    def loss_of(self, logits: Any, labels: Any, hidden: Any) -> Any:
+        return None
+
+
+class Dropped(Own):
+    def before_head(self, hidden: Any) -> Any:
+        return nn.functional.dropout(hidden, 0.5, self.training)
+
+
+class Embedded(Own):
+    def embedded(self, input_ids: Any) -> Any:
+        return self.model.embed_tokens(input_ids) * 3
+
+
 class Narrowed(nn.Linear):
     """An output layer that scales its input."""
 

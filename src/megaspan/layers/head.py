@@ -4,13 +4,15 @@ The chunked loss never calls the model's output layer: at 1,048,576 tokens and 1
 fp32. It multiplies tiles by the layer's weight itself, so it has to know everything else that happens there: bias, multiplier,
 soft cap, adapters. Model families disagree (Granite divides its logits, HyperCLOVA X multiplies by the number of the same name,
 Gemma caps), and a step left out gives a wrong loss without a word. So `head_of` reads the model, and `check_head` compares what
-it read with the model's own forward on four tokens; a model that does anything else to its logits is refused.
+it read with the model's own forward on a few tokens; a model that does anything else to its logits is refused.
 
 Names of the configuration entries: transformers. Soft cap: Gemma 2 (arXiv:2408.00118). LoRA: arXiv:2106.09685.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -146,53 +148,98 @@ def head_of(model: nn.Module) -> Head:
 
 @torch.no_grad()
 def check_head(model: nn.Module) -> Head:
-    """Compares `head_of(model)` with the model's own forward on four tokens, and returns it.
+    """Compares `head_of(model)` with the model's own forward on a few tokens, and returns it.
 
-    Three comparisons: the output layer is given the backbone's last hidden state, unchanged; its output is `Head.linear` of it;
-    and when it is made to answer a known ladder of values, 1/64 to 1,024 with both signs, one to each word, what leaves the
-    model is `Head.finish` of that ladder. The ladder sees caps that small random logits would not, and words that are masked;
-    it is fp32 in a bf16 model too, so that a multiplier wrong by 1e-5 is seen.
+    In evaluation: the output layer is given the decoder's last hidden state, unchanged; its output is `Head.linear` of it; and
+    when it is made to answer a known ladder of values, 1/64 to 1,024 with both signs, one to each word, what leaves the model
+    is `Head.finish` of that ladder. The ladder sees caps that small random logits would not, and words that are masked; it is
+    fp32 in a bf16 model too, so that a multiplier wrong by 1e-5 is seen. The decoder alone, given the tokens, must have the
+    same hidden state. In training: the loss of the model's own forward must be that of its logits.
 
-    Run it before checkpointing is installed. Training mode and weights are left as they are.
+    Three forwards. Run it before checkpointing is installed; all ranks of a sharded model together. Training mode, generators
+    and weights are left as they are.
 
     Raises:
         UserError: the model treats its logits in another way.
     """
     head, plain = head_of(model), _without_peft(model)
-    layer, backbone = plain.get_output_embeddings(), plain.get_decoder()
-    seen: dict[str, Tensor] = {}
     ladder_V = _ladder(head)
+    with _answering(plain, lambda output: ladder_V.expand(output.shape)) as seen:
+        plain.eval()
+        tokens = torch.arange(4, device=head.weight_VE.device)[None] % head.vocab
+        logits = plain(input_ids=tokens, use_cache=False).logits
+        given_tE = seen["hidden"][0] if "hidden" in seen else None
+        alone_tE = plain.get_decoder()(input_ids=tokens, use_cache=False, return_dict=True).last_hidden_state[0]
 
-    def answer(_module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        seen["input"], seen["output"] = args[0], output
-        return ladder_V.expand(output.shape).clone()  # a model may write into its logits
+    if given_tE is None or "input" not in seen or not torch.equal(seen["input"][0], given_tE):
+        raise _unknown(plain, "its output layer is not given the last hidden state as it is")
+    own, ours = seen["output"].double(), head.linear(seen["input"]).double()
+    if own.shape != ours.shape or (own - ours).norm() > 4 * torch.finfo(seen["output"].dtype).eps * own.norm():
+        raise _unknown(plain, "its output layer is more than a linear layer with LoRA")
+    expected = head.finish(ladder_V).expand(own.shape)
+    if logits.shape != own.shape or not torch.allclose(logits.float(), expected, rtol=1e-5, atol=1e-6):
+        raise _unknown(plain, f"its logits are not {head.describe()}")
+    # A mixture of experts may add in another order and so send one of the tokens elsewhere.
+    distance_t = (alone_tE - given_tE).float().norm(dim=1) / given_tE.float().norm(dim=1).clamp(min=1e-30)
+    if not distance_t.median() <= max(1e-4, 8 * torch.finfo(given_tE.dtype).eps):
+        raise _unknown(plain, "its own forward gives its decoder more than the tokens")
+    _check_loss(plain, head, ladder_V)
+    return head
+
+
+def _check_loss(model: Any, head: Head, ladder_V: Tensor) -> None:
+    """Compare the loss of the model's own forward, in training, with the cross entropy of the logits of that very forward.
+
+    So a penalty on logits or hidden states, smoothed labels and dropout before the output layer are seen, and dropout inside
+    the decoder or the layer's adapters is not in the way. The logits are the live ones in fp32, plus a small part of the
+    ladder: a new output layer of zeros would hide smoothing.
+    """
+    device = ladder_V.device
+    tokens = torch.arange(1, 9, device=device)[None] * 7919 % head.vocab
+    labels = tokens.flip(1).clone()
+    labels[0, 3] = -100
+    with _answering(model, lambda output: output.float() + ladder_V / 256) as seen:
+        model.train()
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            out = model(input_ids=tokens, labels=labels, use_cache=False)
+
+    if not ("input" in seen and "hidden" in seen and torch.equal(seen["input"], seen["hidden"])):
+        raise _unknown(model, "in training its output layer is not given the last hidden state as it is")
+    expected = nn.functional.cross_entropy(head.finish(seen["answer"])[0, :-1], labels[0, 1:])
+    if getattr(model.config, "output_router_logits", False) and getattr(out, "aux_loss", None) is not None:
+        expected = expected + model.router_aux_loss_coef * out.aux_loss
+    if out.loss is None or not torch.allclose(out.loss.float(), expected.float(), rtol=1e-5, atol=1e-6):
+        raise _unknown(model, "the loss that its own forward gives in training is not the cross entropy of its logits")
+
+
+@contextmanager
+def _answering(model: Any, answer: Callable[[Tensor], Tensor]) -> Iterator[dict[str, Tensor]]:
+    """Inside, the output layer gives `answer` of its output instead; every module's mode is put back after it.
+
+    Yields:
+        The last call's tensors: `hidden` of the decoder, `input`, `output` and `answer` of the output layer.
+    """
+    seen: dict[str, Tensor] = {}
+
+    def exchange(_module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        seen["input"], seen["output"], seen["answer"] = args[0], output, answer(output)
+        return seen["answer"].clone()  # a model may write into its logits
 
     def watch(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
         seen["hidden"] = output[0] if isinstance(output, tuple) else output.last_hidden_state
 
-    training = [module for module in model.modules() if module.training]
-    hooks: list[Any] = []
+    modes = [(module, module.training) for module in model.modules()]
+    hooks = [
+        model.get_output_embeddings().register_forward_hook(exchange),
+        model.get_decoder().register_forward_hook(watch),
+    ]
     try:
-        model.eval()
-        evaluated = head_of(model)
-        hooks = [layer.register_forward_hook(answer), backbone.register_forward_hook(watch)]
-        tokens = torch.arange(4, device=head.weight_VE.device)[None] % head.vocab
-        logits = plain(input_ids=tokens, use_cache=False).logits
+        yield seen
     finally:
         for hook in hooks:
             hook.remove()
-        for module in training:
-            module.training = True
-
-    if not ("input" in seen and "hidden" in seen and torch.equal(seen["input"], seen["hidden"])):
-        raise _unknown(plain, "its output layer is not given the last hidden state as it is")
-    own, ours = seen["output"].double(), evaluated.linear(seen["input"]).double()
-    if own.shape != ours.shape or (own - ours).norm() > 4 * torch.finfo(seen["output"].dtype).eps * own.norm():
-        raise _unknown(plain, "its output layer is more than a linear layer with LoRA")
-    expected = evaluated.finish(ladder_V).expand(own.shape)
-    if logits.shape != own.shape or not torch.allclose(logits.float(), expected, rtol=1e-5, atol=1e-6):
-        raise _unknown(plain, f"its logits are not {head.describe()}")
-    return head
+        for module, mode in modes:
+            module.training = mode
 
 
 def _check_unhooked(model: nn.Module, layer: nn.Module) -> None:
