@@ -6,13 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    LlamaPreTrainedModel,
+)
 
 from megaspan.human import UserError
 from megaspan.model import prepare
 from megaspan.model.kinds import check_config, check_layers, check_trainable, refuse_shared_rows
-from tests.model.support import plan, settings
-from tests.models import FAMILIES, tiny, tiny_config
+from tests.model.support import plan, settings, step
+from tests.models import FAMILIES, assert_same_gradients, batch, tiny, tiny_config
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -88,6 +94,41 @@ def test_a_decoder_whose_configuration_says_that_it_is_none() -> None:
             continue
         with pytest.raises(UserError, match="later tokens"):
             check_layers(entries, kind)
+
+
+class OddNameForCausalLM(LlamaForCausalLM):
+    """Somebody's own name for it."""
+
+
+class PenalisedForCausalLM(LlamaForCausalLM):
+    """A loss with a part that tiles would leave out."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        out = super().forward(*args, **kwargs)
+        if out.loss is not None:
+            out.loss = out.loss + 1e-4 * out.logits.logsumexp(-1).square().mean()
+        return out
+
+
+class BesideForCausalLM(LlamaPreTrainedModel):
+    """A class of its own on a known configuration."""
+
+
+def test_a_class_made_from_a_known_one_is_taken() -> None:
+    """As an object; its name in a config.json is not known to transformers, which would load the known class in its place."""
+    plain, model = tiny("llama"), tiny("llama")
+    model.__class__ = OddNameForCausalLM
+    prepare(model, settings(), plan())
+    expected, found = step(plain, **batch(37)), step(model, **batch(37))
+    assert abs(expected[0] - found[0]) < 1e-5
+    assert_same_gradients(found[1], expected[1])
+    doing_more = tiny("llama")
+    doing_more.__class__ = PenalisedForCausalLM
+    with pytest.raises(UserError, match="loss of PenalisedForCausalLM is not known here"):
+        prepare(doing_more, settings(), plan())
+    for kind in (BesideForCausalLM, LlamaForSequenceClassification):
+        with pytest.raises(UserError, match=rf"{kind.__name__} is not .* of llama, nor made from it.*LlamaForCausalLM and"):
+            check_trainable(kind(tiny_config("llama")))
 
 
 def test_gpt_neox_packs_documents() -> None:

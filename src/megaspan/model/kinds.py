@@ -114,13 +114,25 @@ def check_trainable(model: PreTrainedModel) -> None:
     name = type(model).__name__
     config = model.config.to_dict()
     if type(model.config) in MODEL_FOR_CAUSAL_LM_MAPPING:
-        check_config(config | {"architectures": [name]}, name)
+        check_config(config | {"architectures": []}, name)  # the class itself is better than its name
+        _check_causal(model)
     _check_attention(type(model), name)
     if any(getattr(module, "is_causal", True) is False for module in model.modules()):
         raise _looks_ahead(name)
     check_switches(config, name)
     if any(parameter.is_meta for parameter in model.parameters()):
         raise UserError(f"{name} has no weights yet (it lies on the meta device)", do="Load or initialise it first")
+
+
+def _check_causal(model: PreTrainedModel) -> None:
+    """Refuse a class that is not made from the one of its kind; whether it does more than that one is seen when it runs."""
+    known: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(model.config)]
+    if not isinstance(model, known):
+        classes = known if isinstance(known, tuple) else (known,)
+        raise UserError(
+            f"{type(model).__name__} is not transformers' causal language model of {model.config.model_type}, nor made from it",
+            allowed=f"{' or '.join(each.__name__ for each in classes)} and classes that inherit from it",
+        )
 
 
 def check_loss_function(model: PreTrainedModel) -> None:
