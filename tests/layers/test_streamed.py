@@ -440,3 +440,22 @@ def test_a_rotary_module_that_is_trained_gets_its_gradient():
     assert_parity(plain, model, batch(23))
     assert float(model.model.rotary_emb.stretch.grad) != 0
     assert streaming.stats().passed_on == 2
+
+
+@pytest.mark.parametrize("part", ["mlp", "self_attn", "mlp.act_fn", ""])
+def test_a_forward_that_is_exchanged_later_is_called_and_its_layer_runs_whole(part):
+    plain = tiny("llama", layers=3)
+    model, streaming = streamed(plain)
+    assert streaming.now_whole() == {}
+    for one in (plain, model):
+        module = one.model.layers[1].get_submodule(part)
+        own = module.forward
+
+        def doubled(*given, own=own, **named):
+            out = own(*given, **named)
+            return (2 * out[0], *out[1:]) if isinstance(out, tuple) else 2 * out
+
+        module.forward = doubled
+    assert_parity(plain, model, batch(23))
+    assert streaming.stats().passed_on == 1
+    assert streaming.now_whole() == {1: f"{part or 'it'} has a forward of somebody's own since prepare"}

@@ -330,6 +330,20 @@ def _with_hooks(inputs: LayerInputs, hidden: int, place: Place, checkpointed: Ca
         return checkpointed()
 
 
+def layer_called(function: Any, otherwise: Any) -> Any:
+    """The layer whose forward this is; not one remembered from `install`, for a deep copy of the model runs its own layers.
+
+    `otherwise` where it is somebody's plain function, set on a layer in the place of its forward.
+    """
+    return function.args[0] if function.args else getattr(function.func, "__self__", otherwise)
+
+
+def hooks_to_run(layer: Any, function: Any) -> bool:
+    """Whether the layer's hooks are still to run: transformers 5.17 binds `__call__`, which runs them, 5.24 binds `forward`."""
+    name = getattr(getattr(function, "func", None), "__name__", "")
+    return name in ("__call__", "_wrapped_call_impl") and bool(layer._forward_hooks or layer._forward_pre_hooks)
+
+
 def _hidden_first(function: functools.partial[Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """The same call with `hidden_states` as positional argument, where checkpointing can see it."""
     keywords = dict(function.keywords)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,9 @@ _SIZES = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+Part: TypeAlias = tuple[str, type | str]
+"""A module's name inside its layer, and its class or what else there is to say of it."""
+
 _TOKENS, _TILE = 11, 4
 _MOST_LAYERS = 8
 # fp32 on both sides: right families are at 1e-6, a forgotten multiplier or norm is at 1e-2 or more.
@@ -68,21 +71,30 @@ def replaced_parts(model: nn.Module, layers: Sequence[nn.Module]) -> list[str | 
     live = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
     with torch.random.fork_rng(devices=[]):
         toy = _toy(live)
-    known = {part for layer in checkpointed_layers(toy) for part in _parts(layer)}
-    return [next((_told(*part) for part in _parts(layer) if part not in known), None) for layer in layers]
+    known = {part for layer in checkpointed_layers(toy) for part in parts_of(layer)}
+    return [next((_told(*part) for part in parts_of(layer) if part not in known), None) for layer in layers]
 
 
-def _parts(layer: nn.Module, name: str = "") -> Iterator[tuple[str, type | str]]:
+def exchanged(layer: nn.Module, before: frozenset[Part]) -> str | None:
+    """What in a layer is not what it was, in words; None where all is."""
+    return next((f"{_told(*part)} since prepare" for part in parts_of(layer) if part not in before), None)
+
+
+def parts_of(layer: nn.Module, name: str = "") -> Iterator[Part]:
     """Names and classes of a module and all inside it, experts of a list as one."""
     module: Any = layer
     while type(module).__module__.startswith("peft."):
         module = getattr(module, "base_layer", None) or module.original_module
-    own = "forward" in module.__dict__ and not isinstance(module, nn.modules.dropout._DropoutNd)  # those are by counter
+    forward = module.__dict__.get("forward")
+    # A partial function tells nothing of itself, what it calls does; a callable object's class does.
+    forward = getattr(forward, "func", forward)
+    made_in = getattr(forward, "__module__", None) or ""
+    own = forward is not None and not made_in.startswith("megaspan.")  # dropouts by counter, fused norms
     # FSDP2 makes another class of a layer's.
     kind = next(each for each in type(module).__mro__ if not issubclass(each, FSDPModule))
     yield name, "a forward of somebody's own" if own else kind
     for child, each in module.named_children():
-        yield from _parts(each, f"{name}.{'*' if child.isdigit() else child}".lstrip("."))
+        yield from parts_of(each, f"{name}.{'*' if child.isdigit() else child}".lstrip("."))
 
 
 def _told(name: str, kind: type | str) -> str:

@@ -24,7 +24,7 @@ from megaspan.attention.context import RowContext
 from megaspan.attention.heads import kv_heads_a_call
 from megaspan.attention.seam import NAME, refuse_packed
 from megaspan.layers.balance import Balance, knows_balance
-from megaspan.layers.checkpoint import CheckpointStats, checkpointed_layers, checkpointing_of
+from megaspan.layers.checkpoint import CheckpointStats, checkpointed_layers, checkpointing_of, hooks_to_run, layer_called
 from megaspan.layers.dropout import other_randomness
 from megaspan.layers.family import Family, describe
 from megaspan.layers.fused import Fused
@@ -32,7 +32,7 @@ from megaspan.layers.halves import Halves, find_halves
 from megaspan.layers.norms import fuse_norms, unfuse_norms
 from megaspan.layers.reuse import Reuse
 from megaspan.layers.routing import Router, find_router, watching
-from megaspan.layers.selfcheck import prove_family, replaced_parts
+from megaspan.layers.selfcheck import Part, exchanged, parts_of, prove_family, replaced_parts
 from megaspan.layers.shards import compute_dtype, gathered
 from megaspan.layers.stream import Counts, LayerPlan, LayerRun
 from megaspan.layers.tape import Stores, Tape, most_waiting, passing
@@ -109,6 +109,7 @@ class Streaming:
         self._fused: list[nn.Module] = []
         self._norm: nn.Module | None = None
         self._halves: dict[int, Halves] = {}
+        self._parts: dict[int, frozenset[Part]] = {}
         self._routers: dict[int, Router] = {}
         self._balance: Balance | None = None
         self._unfused: str | None = None
@@ -161,6 +162,7 @@ class Streaming:
             self._fused = fuse_norms(self._layers[index] for index in self._streamed())
         if self._streamed():
             self._norm = tile_final_norm(model, self.plan.tile_tokens, self.reuse)
+        self._parts = {index: frozenset(parts_of(self._layers[index])) for index in self._streamed()}
         whole = [index for index, reason in enumerate(self.reasons) if reason is not None]
         self.general.tile_mlps(model, self.plan.tile_tokens, whole)
         return self.reasons
@@ -234,8 +236,8 @@ class Streaming:
                 self._balance = None
 
     def now_whole(self) -> dict[int, str]:
-        """Streamed layers that run whole as they are now, with the reason: somebody's hooks have come to be inside."""
-        found = {index: hooks_inside(self._layers[index]) for index in self._streamed()}
+        """Streamed layers that run whole as they are now, with the reason: somebody's hooks or code have come to be inside."""
+        found = {index: self._whole(index, self._layers[index]) for index in self._streamed()}
         return {index: reason for index, reason in found.items() if reason is not None}
 
     def stats(self) -> StreamStats:
@@ -270,6 +272,10 @@ class Streaming:
         """Why element-wise work of streamed layers is not fused or not compiled, each reason once; for the run's header."""
         reasons = [reason for halves in self._halves.values() for reason in halves.reasons]
         return list(dict.fromkeys(reason for reason in (self._unfused, self.fused.reason, *reasons) if reason))
+
+    def _whole(self, index: int, layer: nn.Module) -> str | None:
+        """Why a streamed layer cannot stream as it is now, or None."""
+        return hooks_inside(layer) or exchanged(layer, self._parts[index])
 
     def _streamed(self) -> list[int]:
         return [index for index, reason in enumerate(self.reasons) if reason is None]
@@ -325,12 +331,12 @@ class Streaming:
 
     def _run(self, index: int, family: Any, checkpointed: Callable[..., Any], function: Any, *args: Any) -> Any:
         """Runs one layer; `function` is its forward with all keyword arguments bound, `args` begins with the hidden states."""
-        layer = _layer_of(function)
-        if _hooks_inside(layer, function):
+        layer = layer_called(function, self._layers[index])
+        if hooks_to_run(layer, function):
             return self._inside_hooks(layer, index, family, checkpointed, function, *args)
         arguments = dict(getattr(function, "keywords", {}))
         x = args[0] if args else arguments.pop("hidden_states", None)
-        known = len(args) <= 1 and _known_call(layer, x, arguments) and hooks_inside(layer) is None
+        known = len(args) <= 1 and _known_call(layer, x, arguments) and self._whole(index, layer) is None
         known = known and not (torch.is_grad_enabled() and want_gradients(arguments.values()))
         if not known or self.general.dropout.cover(layer) is not None:
             self._counts.passed_on += 1
@@ -391,17 +397,6 @@ class Streaming:
             layer.__dict__.pop("forward")
             if before is not None:
                 layer.__dict__["forward"] = before
-
-
-def _layer_of(function: Any) -> Any:
-    """The layer whose forward this is; not one remembered from `install`, for a deep copy of the model runs its own layers."""
-    return function.args[0] if function.args else function.func.__self__
-
-
-def _hooks_inside(layer: Any, function: Any) -> bool:
-    """Whether the layer's hooks are still to run: transformers 5.17 binds `__call__`, which runs them, 5.24 binds `forward`."""
-    name = getattr(getattr(function, "func", None), "__name__", "")
-    return name in ("__call__", "_wrapped_call_impl") and bool(layer._forward_hooks or layer._forward_pre_hooks)
 
 
 def _router_of(layer: Any) -> Router | str | None:
