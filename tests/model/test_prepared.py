@@ -545,3 +545,38 @@ def test_the_header_says_which_layers_run_whole_for_somebodys_hooks() -> None:
     for hook in hooks:
         hook.remove()
     assert [value for value, _ in lines()] == ["3 of 3 streamed"]
+
+
+@pytest.mark.parametrize("kind", ["numpy", "random", "generator"])
+def test_random_numbers_that_torch_does_not_hold_are_refused_where_layers_run_again(kind):
+    import random
+
+    import numpy
+
+    own = torch.Generator().manual_seed(3)
+    draws = {"numpy": numpy.random.rand, "random": random.random, "generator": lambda: float(torch.rand((), generator=own))}
+    draw = draws[kind]
+
+    class Noisy(torch.nn.Module):
+        def __init__(self, mlp):
+            super().__init__()
+            self.mlp = mlp
+
+        def forward(self, x):
+            return self.mlp(x) * (1 + draw()) if self.training else self.mlp(x)
+
+    model = tiny("llama")
+    model.model.layers[1].mlp = Noisy(model.model.layers[1].mlp)
+    with pytest.raises(UserError, match=r"Noisy .*draws random numbers outside torch's generators"):
+        prepare(model, settings(), plan(checkpoint=True))
+    prepare(model, settings(), plan(checkpoint=False))
+
+
+def test_torchs_own_random_numbers_are_not_refused_and_not_used_up():
+    model = tiny("llama")
+    model.model.layers[1].mlp.act_fn = torch.nn.Sequential(torch.nn.SiLU(), torch.nn.Dropout(0.3))
+    model.eval()
+    state = torch.get_rng_state()
+    prepare(model, settings(), plan(checkpoint=True))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not any(module.training for module in model.modules())

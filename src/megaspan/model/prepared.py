@@ -277,6 +277,8 @@ def _install(model: PreTrainedModel, args: SFTConfig, plan: Plan, settings: Sett
         head = check_head(model)
     signature = signature_of(settings.original)
     before = proof.reference(model)
+    if plan.checkpoint:
+        proof.prove_repeatable(model)
     state = None
     try:
         # A rank's part of a row is made of segments too.

@@ -20,12 +20,14 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from megaspan.attention import AttentionCall
 from megaspan.attention.context import RowContext, RowRanks
 from megaspan.attention.layout import lay_out
 from megaspan.human import UserError
 from megaspan.layers.shards import compute_dtype
+from megaspan.layers.tile import drawing
 from megaspan.model.forward import backbone_of
 from megaspan.model.limits import device_of
 
@@ -71,6 +73,45 @@ def prove_attention(model: PreTrainedModel, before: Reference) -> None:
             f"the hidden states of {len(before.ids_t)} tokens differ by {distance:.1e}",
             do="Report the model; it cannot be trained with exact long attention yet",
         )
+
+
+@torch.no_grad()
+def prove_repeatable(model: PreTrainedModel) -> None:
+    """Run the plain model twice in training mode from the same states of torch's generators: layers must give the same.
+
+    A checkpointed layer runs again in the backward. What it draws from numpy, from Python's `random` or from a generator of its
+    own is not put back for that, and the gradient would be another function's. Two forwards of 11 tokens.
+
+    Raises:
+        UserError: the first module inside a layer for which that is not so, by its class.
+    """
+    device = device_of(model)
+    ids_t = torch.arange(1, _FEW + 1, device=device) * 7919 % model.config.vocab_size
+    seen: list[dict[str, _Seen]] = []
+    for _ in range(2):
+        with _training(model), drawing(0, device), _watched(model) as modules:
+            backbone_of(model)(input_ids=ids_t[None], use_cache=False)
+        seen.append(modules)
+    layers = {name for name, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer)}
+    first, second = seen
+    for name in first:  # in the order of their ends, so that of a module and one inside it the inner one is named
+        inside = any(f"{name}.".startswith(f"{layer}.") for layer in layers) and name in second
+        if inside and _same(model, first[name].input, second[name].input) and not _same(
+            model, first[name].output, second[name].output
+        ):  # fmt: skip
+            raise UserError(
+                f"{type(model.get_submodule(name)).__name__} ({name}) draws random numbers outside torch's generators, so that "
+                "running it again gives something else",
+                do="Draw them with torch's default generator, or set gradient_checkpointing: false",
+            )
+
+
+def _same(model: PreTrainedModel, one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    """Whether no token differs by more than a sum in another order makes."""
+    if one is None or other is None:
+        return True
+    exact = compute_dtype(next(model.parameters())) in (torch.float32, torch.float64)
+    return bool(((one - other).norm(dim=1) <= (1e-5 if exact else 0.02) * other.norm(dim=1)).all())
 
 
 @torch.no_grad()
@@ -196,6 +237,21 @@ def _hidden(model: PreTrainedModel, ids_t: torch.Tensor) -> torch.Tensor:
     with _evaluating(model):
         hidden: torch.Tensor = backbone_of(model)(input_ids=ids_t[None], use_cache=False).last_hidden_state[0]
     return hidden.float()
+
+
+@contextmanager
+def _training(model: PreTrainedModel) -> Iterator[None]:
+    """In training mode; each module's mode and each buffer's value is put back."""
+    before = {module: module.training for module in model.modules()}
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    model.train()
+    try:
+        yield
+    finally:
+        for module, training in before.items():
+            module.training = training
+        for buffer, value in buffers:
+            buffer.copy_(value)
 
 
 @contextmanager
