@@ -262,30 +262,40 @@ def test_a_loss_that_is_not_known_is_not_streamed_past(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("keep", ["device", "again"])
 @pytest.mark.parametrize("family", [*FAMILIES, *OTHERS])
-def test_experts_are_those_of_the_forward_whatever_the_router_says_later(family: str, keep: str) -> None:
+def test_experts_are_those_of_the_forward_whatever_the_router_says_later(
+    family: str, keep: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Noise on what the router reads whenever a layer runs again: every layer's experts still get the forward's choice."""
     model = prepared(family, keep)
     seen: dict[int, list[Tensor]] = {}
     forward_over = False
     noise = torch.randn(64, generator=torch.Generator().manual_seed(0))
 
-    def disturb(own: Any, x: Tensor) -> Any:
+    def disturb(own: Any, _: Any, x: Tensor) -> Any:
         return own(x + noise if forward_over else x)
 
-    def see(own: Any, chosen: list[Tensor], *args: Any) -> Any:
-        chosen.append(args[1])
+    def see(own: Any, experts: Any, *args: Any) -> Any:
+        if id(experts) in places:  # and not a copy on which the router is looked for
+            seen.setdefault(places[id(experts)], []).append(args[1])
         return own(*args)
 
+    def exchange(kind: type, wrapper: Any) -> None:
+        """Neither hooks nor a forward of the instance: a layer with those inside runs whole."""
+        own = kind.forward
+        monkeypatch.setattr(kind, "forward", lambda self, *args: wrapper(functools.partial(own, self), self, *args))
+
+    places: dict[int, int] = {}
     for index, layer in enumerate(model.model.layers):
         router = find_router(layer)
         if isinstance(router, Router):
-            # No hooks: a layer with somebody's hooks runs whole.
             gate, experts = layer.get_submodule(router.name), layer.mlp.experts
-            gate.forward = functools.partial(disturb, gate.forward)
-            experts.forward = functools.partial(see, experts.forward, seen.setdefault(index, []))
+            places[id(experts)] = index
+    exchange(type(gate), disturb)
+    exchange(type(experts), see)
     loss = model(**batch(40), use_cache=False).loss
     forward_over = True
     loss.backward()
+    assert seen.keys() == set(places.values())
     for index, chosen in seen.items():
         whole = torch.cat(chosen).split(40)
         assert len(whole) == (3 if keep == "again" and index < LAYERS - 1 else 2)
