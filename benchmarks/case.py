@@ -205,7 +205,7 @@ def run_megaspan(case: dict[str, Any], folder: Path) -> None:
         moments=dict(placed.plan.moments),
         planned_device_bytes=placed.plan.device_bytes,
         planned_host_bytes=placed.plan.host_bytes,
-        planned_seconds=placed.plan.seconds.total,
+        planned_seconds=None if case.get("dials") else placed.plan.seconds.total,  # of the planner's own dials
         prepared_in=trainer._job.seconds,
     )
     trainer.train()
@@ -232,6 +232,7 @@ def dials_of(plan: Any, kind: str) -> dict[str, Any]:
         "stream_back": plan.stream_back,
         "states": {"gradients": plan.states.gradients, "moments": plan.states.moments},
         "again": plan.keep.again,
+        "attends": plan.keep.attends,
     }
 
 
@@ -247,7 +248,7 @@ def turn_dials(trainer: Any, args: Any, dials: dict[str, Any]) -> None:
     kind = dials["kind"]
     output = None if kind == "again" else "host"
     rest = LayerKeep("host" if kind == "kept" else None, output)
-    policy = KeepPolicy((LayerKeep("host", output), *[rest] * (job.plan.model.layers - 1)), again=dials["again"])
+    policy = KeepPolicy((LayerKeep("host", output), *[rest] * (job.plan.model.layers - 1)), dials["again"], dials["attends"])
     own = {name: dials[name] for name in ("layer_tile_tokens", "kv_heads_per_call", "stream_back")}
     job.plan = replace(job.plan, keep=policy, states=StatePlan(**dials["states"]), offload=True, **own)
     unprepare(trainer.model)

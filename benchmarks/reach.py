@@ -5,7 +5,7 @@ the file holds is not run again, so the same command is given until nothing is l
 must fit into what is left of `--seconds`; a smaller one that fits may go before it. `--list` prints the works with the
 planner's prediction, on any machine. Works at part of the depth run with the dials of the whole model's plan.
 
-    one    32,768 tokens beside TRL; kernels; 4B at half a million and 8B at a million tokens inside 80 GiB; the longest row
+    one    32,768 tokens beside TRL; kernels; 4B at half a million, 8B at a million tokens inside 80 GiB; 0.6B; longest row
     two    131,072 tokens, packed rows, gradients; 0.6B at a million tokens; the same in 80 GiB with twice the host memory
     four   131,072 tokens of the 4B shape on 2 and 4 GPUs; 4B at a million tokens inside 80 GiB
     eight  the reference run beside TRL; 131,072 tokens on 8 GPUs; 4,194,304 tokens of the 8B shape

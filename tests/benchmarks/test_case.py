@@ -80,7 +80,14 @@ def test_few_layers_run_with_dials_that_are_given(tmp_path: Path, capsys, kind, 
         return inner(self)
 
     monkeypatch.setattr(SFTTrainer, "train", train)
-    dials = {"kind": kind, "layer_tile_tokens": 40, "kv_heads_per_call": 1, "stream_back": True, "again": "host"}
+    dials = {
+        "kind": kind,
+        "layer_tile_tokens": 40,
+        "kv_heads_per_call": 1,
+        "stream_back": True,
+        "again": "host",
+        "attends": "host",
+    }
     states = {"gradients": "device", "moments": "device"}
     case.run_megaspan(CASE | {"layers": 3, "dials": dials | {"states": states}}, tmp_path)
     ((plan, of_job),) = seen

@@ -87,22 +87,22 @@ def test_a_smaller_work_goes_before_one_that_does_not_fit(ran):
 def test_commands_are_works_too(ran, tmp_path, capsys):
     out = tmp_path / "one.jsonl"
     given = ["--plan", "one", "--only", "kernels", "longest", "--json", str(out)]
-    assert reach.main([*given, "--seconds", "590"]) == 0
+    assert reach.main([*given, "--seconds", "660"]) == 0
     kernels, longest = ran
     assert kernels["command"][:3] == ("benchmarks.kernels", "--tokens", "32768")
-    assert longest["command"][:2] == ("benchmarks.rehearse", "qwen3-4b,512k,80GiB,124GiB")
-    assert (kernels["timeout"], longest["timeout"]) == (330, 480)
+    assert longest["command"][:2] == ("benchmarks.rehearse", "qwen3-4b,512k,80GiB,120GiB")
+    assert (kernels["timeout"], longest["timeout"]) == (330, 550)
     assert reach.main(given) == 0
     assert len(ran) == 2, "all is there"
 
 
 def test_what_is_asked_of_one_gpu(ran):
-    assert reach.main(["--plan", "one", "--only", "short", "8B 1M 2 layers, host 124 GiB", "--seconds", "590"]) == 0
+    assert reach.main(["--plan", "one", "--only", "short", "8B 1M 2 layers, host 120 GiB", "--seconds", "590"]) == 0
     peer, short, deep = ran
     assert (peer["system"], peer["attention"], peer["masters"], peer["tokens"]) == ("trl", "sdpa", False, 32_768)
     assert (short["system"], short["steps"], short["masters"]) == ("megaspan", 3, False)
     assert (deep["layers"], deep["dials"]["kind"]) == (2, "again")
-    assert (deep["limit"], deep["host"]) == (80 * GIB, 124 * GIB)
+    assert (deep["limit"], deep["host"]) == (80 * GIB, 120 * GIB)
 
 
 def test_few_layers_run_as_the_whole_model_would(ran):
@@ -159,7 +159,7 @@ def test_every_work_fits_into_a_command_and_has_a_name_of_its_own():
         names = [work.name for work in works]
         assert len(set(names)) == len(names)
         for work in works:
-            assert work.seconds < 560
+            assert work.seconds < 560 or work.part == "background"
             assert set(work.best_of) <= set(names)
             assert work.layout.ranks <= {"one": 1, "two": 2, "four": 4, "eight": 8}[kind]
             tiny = work.tiny()

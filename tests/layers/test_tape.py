@@ -7,6 +7,7 @@ import errno
 import functools
 import gc
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -81,9 +82,10 @@ def everything_here(plain):
 kept = st.builds(LayerKeep, st.sampled_from([*PLACES, None]), st.sampled_from([*PLACES, None]))
 first = st.builds(LayerKeep, st.sampled_from(PLACES), st.sampled_from([*PLACES, None]))
 policies = st.builds(
-    lambda start, rest, again: KeepPolicy((start, *rest), again),
+    lambda start, rest, again, attends: KeepPolicy((start, *rest), again, attends),
     first,
     st.lists(kept, min_size=LAYERS - 1, max_size=LAYERS - 1),
+    st.sampled_from(PLACES),
     st.sampled_from(PLACES),
 )
 
@@ -137,10 +139,29 @@ def test_a_second_run_of_a_layer_whose_output_was_kept_leaves_attention_out(plai
     assert streaming.stats().attention_forwards == LAYERS
 
 
+@pytest.mark.parametrize("heads", [None, 1])
+def test_a_second_run_leaves_outputs_where_they_wait(plain, heads):
+    """The device holds the output of the layer at work and, a layer ahead, of the one below: as many as the plan counts."""
+    policy = KeepPolicy((LayerKeep("host", "host"), *[LayerKeep(None, "host")] * (LAYERS - 1)), "device")
+    model, streaming = made(plain, policy, heads=heads)
+    found = []
+
+    def count(phase, index):
+        if phase == "backward":
+            kept = streaming._tape()._kept
+            found.append([number for number, each in enumerate(kept) if any(part.tensor is not None for part in each._outputs)])
+
+    streaming.general.on_layer = count
+    step(model, batch(20))
+    # Layer 4's is still there from the forward; then layers 0 to 3 run again; then each comes while the one above it works.
+    assert found == [[4], [], [], [], [], [3], [2], [1], [0]]
+
+
 def test_the_host_is_reserved_for_all_that_is_there_at_once_and_does_not_grow(plain):
-    policy = KeepPolicy((LayerKeep("host", None), *[LayerKeep(None, None)] * (LAYERS - 1)))
-    assert most_waiting(policy, "host", by_tiles=False) == (LAYERS, LAYERS - 1)
-    assert most_waiting(policy, "host", by_tiles=True) == (LAYERS, LAYERS)
+    layers = LayerKeep("host", None), *[LayerKeep(None, None)] * (LAYERS - 1)
+    assert most_waiting(KeepPolicy(layers), "host") == (LAYERS, LAYERS - 1)
+    policy = KeepPolicy(layers, attends="host")
+    assert most_waiting(policy, "host") == (LAYERS, LAYERS)
     model, streaming = made(plain, policy, stream_back=True)
     streaming.reserve(torch.device("cpu"), 33 * 64 * 4)
     reserved = streaming.stats().host_bytes
@@ -315,19 +336,19 @@ def test_inputs_and_outputs_share_the_hosts_memory():
     starts, lengths = [], (6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1)
     for length in lengths:
         starts += [LayerKeep("host", None), *[LayerKeep(None, None)] * (length - 1)]
-    policy = KeepPolicy(tuple(starts))
-    assert most_waiting(policy, "host", by_tiles=True) == (11, 6)
-    assert most_bytes(policy, True, 1, 1) == 12
-    assert most_bytes(policy, False, 1, 1) == 11  # the last output of a segment is not on the host then
+    policy = KeepPolicy(tuple(starts), attends="host")
+    assert most_waiting(policy, "host") == (11, 6)
+    assert most_bytes(policy, 1, 1) == 12
+    assert most_bytes(replace(policy, attends="device"), 1, 1) == 11  # the last output of a segment is not on the host then
 
 
 def test_the_arena_is_as_large_as_what_is_there_at_once(plain):
-    policy = KeepPolicy((LayerKeep("host", None), *[LayerKeep(None, None)] * (LAYERS - 1)))
+    policy = KeepPolicy((LayerKeep("host", None), *[LayerKeep(None, None)] * (LAYERS - 1)), attends="host")
     model, streaming = made(plain, policy, heads=1, stream_back=True)
     streaming.reserve(torch.device("cpu"), 33 * 64 * 4)
     inputs, outputs, _ = streaming._stores.sizes(33 * 64 * 4)
     arena = streaming._stores._link.arena
-    assert arena.bytes == most_bytes(policy, True, inputs, 4 * outputs) == LAYERS * inputs + LAYERS * 4 * outputs
+    assert arena.bytes == most_bytes(policy, inputs, 4 * outputs) == LAYERS * inputs + LAYERS * 4 * outputs
     step(model, batch(33))
     assert arena.peak <= arena.bytes == LAYERS * inputs + LAYERS * 4 * outputs
 

@@ -126,9 +126,9 @@ def test_dials_are_turned_from_the_cheapest() -> None:
     assert little.host_bytes <= 50 * GIB
     assert "for want of room" in little.summary
     assert roomy.summary.startswith("every layer keeps its input and attention's output")
-    seconds = [each.seconds.total for each in (roomy, tight, segments, little)]
-    assert None not in seconds
-    assert seconds == sorted(seconds)  # type: ignore[type-var]
+    seconds = [each.seconds.total or 0 for each in (roomy, segments, tight, little)]
+    assert seconds[0] > 0
+    assert seconds == sorted(seconds), "30 layers' token-wise work cost less than reading inputs in tiles for each head group"
 
 
 def test_what_fits_on_the_device_stays_there_before_anything_is_computed_twice() -> None:

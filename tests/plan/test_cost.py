@@ -270,7 +270,7 @@ def test_a_segment_that_runs_again_is_a_moment_of_its_own() -> None:
     x, out = input_bytes(facts, s), output_bytes(facts, s)
     made = {moment.name: moment.bytes for moment in memory(facts, s).moments}
     assert len([name for name in made if name.endswith("again")]) == 6
-    bare = memory(facts, replace(s, keep=replace(policy, again="host")))
+    bare = memory(facts, replace(s, keep=replace(policy, again="host", attends="host")))
     elsewhere = {moment.name: moment.bytes for moment in bare.moments}
     name = "layers 31 to 36 again"
     assert made[name] - elsewhere[name] == 5 * x + 5 * out
@@ -279,6 +279,14 @@ def test_a_segment_that_runs_again_is_a_moment_of_its_own() -> None:
     assert elsewhere[name] == always + working + 2 * facts.head_parameters, "the head's gradient is there"
     stored = [part for part in bare.waiting if part.name == "layers run again, pinned"]
     assert sum(part.bytes for part in stored) == 5 * x + 6 * out, "with the last one's output, which is read in tiles"
+    here = memory(facts, replace(s, keep=replace(policy, again="host")))
+    assert bare.host_bytes - here.host_bytes == out, "that output is on the device, whole, until the layer has used it"
+    made = {moment.name: moment.bytes for moment in here.moments}
+    more = {name: made[name] - size for name, size in elsewhere.items() if name in made}
+    tiles = 2 * s.layer_tile * (2 * facts.query_width + 4 * facts.heads)
+    assert more["backward of layer 36, MLP"] == out - tiles
+    assert more["backward of layer 36, attention"] == out - out // facts.kv_heads
+    assert more["backward of layer 36, projections"] == more["layers 31 to 36 again"] == more["forward"] == 0
 
 
 def test_gradients_of_several_rows_are_there_all_the_time() -> None:

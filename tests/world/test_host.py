@@ -70,11 +70,11 @@ def test_the_limit_of_the_control_group_is_found(host, groups, limits, expected)
 def test_the_control_group_comes_before_the_size_of_the_machine(host):
     """MemTotal grows with use on some machines, so it is only asked where there is no limit, and never caps one."""
     proc, tree = host("0::/job", {"job/memory.max": str(100 * GIB)})
-    assert world.host_limit(proc, tree) == (100 * GIB, "cgroup limit, above MemTotal")
+    assert world.host_limit(proc, tree) == (95 * GIB, "95% of the cgroup limit, which is above MemTotal")
     (tree / "job" / "memory.max").write_text(str(10 * GIB))
-    assert world.host_limit(proc, tree) == (10 * GIB, "cgroup limit")
+    assert world.host_limit(proc, tree) == (9.5 * GIB, "95% of the cgroup limit")
     (tree / "job" / "memory.max").write_text("max")
-    assert world.host_limit(proc, tree) == (24 * GIB, "MemTotal")
+    assert world.host_limit(proc, tree) == (int(24 * GIB * 0.95), "95% of MemTotal")
 
 
 def test_without_any_of_these_files_there_is_still_a_number(tmp_path):

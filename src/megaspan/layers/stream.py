@@ -88,7 +88,7 @@ class LayerRun:
         layer: the live layer.
         family: what stands where in it.
         plan: tile and head group sizes.
-        place: where attention's output is kept for the backward; None: it is computed again there.
+        place: where attention's output is kept for the backward; None: it is computed again there, and waits at `attends`.
         arguments: the layer's keyword arguments.
         parameters: those of the layer that want a gradient.
         wants_x: whether the layer's input wants one.
@@ -112,6 +112,7 @@ class LayerRun:
     family: Family
     plan: LayerPlan
     place: Place | None
+    attends: Place
     arguments: dict[str, Any]
     parameters: Sequence[Tensor]
     wants_x: bool
@@ -176,13 +177,12 @@ class LayerRun:
     @torch.no_grad()
     def forward(self, x_BTE: Tensor, kept: Kept, place: Place | None) -> Tensor:
         """The layer's output; keeps attention's at `place`, unless it is kept already: then attention is not run."""
-        cuts = self._tiles(x_BTE)
+        cuts, parts = self._tiles(x_BTE), list[Tensor]()
         with torch.autocast(**self.autocast):
-            parts: list[Tensor] = []
             if not kept.has_outputs:
                 parts = self._attend(lambda cuts: (x_BTE[:, cut] for cut in cuts), cuts, kept, place)
             whole = (_heads([part[:, tokens] for part in parts]) for tokens in cuts)
-            outs: Iterator[Tensor] = whole if parts else kept.output_tiles(cuts)
+            outs: Iterator[Tensor] = whole if parts else kept.output_tiles(cuts, passing=True)
             y_BTE: Tensor | None = None
             for tokens, out in zip(cuts, outs, strict=True):
                 with self._at(tokens), self._choosing(tokens):
@@ -214,7 +214,7 @@ class LayerRun:
         needs_attention = self.wants_x or attention_trains(self.layer, self.family)
         with torch.autocast(**self.autocast):
             if not kept.has_outputs:
-                self._attend(kept.input_tiles, cuts, kept, "host" if self.plan.stream_back else "device")
+                self._attend(kept.input_tiles, cuts, kept, self.attends)
             dx, d_outs = self._second_half(cuts, sums, dy_BTE, mine, kept, needs_attention, d_probabilities_X)
             if needs_attention:
                 self._first_half(cuts, sums, dx, d_outs, kept)

@@ -186,7 +186,7 @@ class Streaming:
             UserError: the host has not that much, or it cannot be pinned.
         """
         if self._streamed():
-            self._stores_on(device).reserve(layer_input_bytes, self._policy, self.plan.stream_back, rows)
+            self._stores_on(device).reserve(layer_input_bytes, self._policy, rows)
         if len(self._streamed()) < len(self._layers):
             self.general.reserve(device, layer_input_bytes, rows)
         if self._disk is not None:
@@ -285,11 +285,12 @@ class Streaming:
         given = keep.layers if keep is not None else (LayerKeep("device", "device"),) * len(self._layers)
         if len(given) != len(self._layers):
             raise ValueError(f"a keep policy of {len(given)} layers for a model of {len(self._layers)}")
-        again, layers = keep.again if keep is not None else "device", []
+        layers = []
+        again, attends = (keep.again, keep.attends) if keep is not None else ("device", "device")
         for index, layer in enumerate(given):
             alone = index == 0 or self.reasons[index - 1] is not None
             layers.append(replace(layer, input=again) if layer.input is None and alone else layer)
-        return KeepPolicy(tuple(layers), again)
+        return KeepPolicy(tuple(layers), again, attends)
 
     def _shares(self) -> tuple[float, float]:
         """Bytes of attention's output and of its log-sum-exp for each byte of a layer's input."""
@@ -307,7 +308,7 @@ class Streaming:
 
     def _waiting(self, place: Place, rows: int) -> tuple[int, int]:
         """Most inputs and most outputs of head groups that wait there at once."""
-        inputs, outputs = most_waiting(self._policy, place, self.plan.stream_back)
+        inputs, outputs = most_waiting(self._policy, place)
         return rows * inputs, rows * outputs * self._groups()
 
     def _groups(self) -> int:
@@ -355,6 +356,7 @@ class Streaming:
             family=family,
             plan=self.plan,
             place=self._policy.layers[index].output,
+            attends=self._policy.attends,
             arguments=arguments,
             parameters=[parameter for parameter in layer.parameters() if parameter.requires_grad and trains],
             wants_x=x.requires_grad,

@@ -64,7 +64,7 @@ class Stores:
         """The three stores."""
         return self.inputs, self.outputs, self.sums
 
-    def start_row(self, input_bytes: int, policy: KeepPolicy, by_tiles: bool) -> None:
+    def start_row(self, input_bytes: int, policy: KeepPolicy) -> None:
         """A forward begins: room is made for all that will be on the host at once, in one piece.
 
         Raises:
@@ -73,8 +73,8 @@ class Stores:
         for store in self.all:
             store.start_row(1)
         sizes = self.sizes(input_bytes)
-        self._link.make_room(1, most_bytes(policy, by_tiles, sizes[0], self._groups * sizes[1]))
-        _, outputs = most_waiting(policy, "host", by_tiles)
+        self._link.make_room(1, most_bytes(policy, sizes[0], self._groups * sizes[1]))
+        _, outputs = most_waiting(policy, "host")
         self.sums.start_row(max(1, outputs * self._groups))
 
     def sizes(self, input_bytes: int) -> tuple[int, int, int]:
@@ -82,21 +82,21 @@ class Stores:
         output, sums = (-(-int(input_bytes * share) // self._groups) for share in self._shares)
         return pages(input_bytes), pages(output), pages(sums)
 
-    def reserve(self, input_bytes: int, policy: KeepPolicy, by_tiles: bool, rows: int = 1) -> None:
+    def reserve(self, input_bytes: int, policy: KeepPolicy, rows: int = 1) -> None:
         """Gets (and on a GPU pins) host memory for `rows` rows at once, before step 1.
 
         Raises:
             UserError: the host has not that much, or it cannot be pinned.
         """
         inputs, outputs, sums = self.sizes(input_bytes)
-        on_disk = most_waiting(policy, "disk", by_tiles)
-        total = rows * most_bytes(policy, by_tiles, inputs, self._groups * outputs)
+        on_disk = most_waiting(policy, "disk")
+        total = rows * most_bytes(policy, inputs, self._groups * outputs)
         if on_disk[0]:
             total += STAGED_LAYERS * inputs
         if on_disk[1]:
             total += STAGED_LAYERS * self._groups * outputs
         self._link.make_room(1, total)
-        host = most_waiting(policy, "host", by_tiles)[1]
+        host = most_waiting(policy, "host")[1]
         for store, size, on_host, waiting in (
             (self.inputs, inputs, 0, on_disk[0]),
             (self.outputs, outputs, 0, on_disk[1]),
@@ -190,9 +190,14 @@ class Kept:
         assert self.input is not None
         return self._tiles(self.stores.inputs, self.input, cuts)
 
-    def output_tiles(self, cuts: Sequence[slice]) -> Iterator[Tensor]:
-        """Attention's output of all heads in these tiles of tokens."""
-        groups = [self._tiles(self.stores.outputs, each, cuts) for each in self._outputs]
+    def output_tiles(self, cuts: Sequence[slice], *, passing: bool = False) -> Iterator[Tensor]:
+        """Attention's output of all heads in these tiles of tokens; `passing`: it stays where it waits.
+
+        A segment that runs again passes its layers' outputs. Brought to the device whole they would stay there until their own
+        backwards: of ten layers of a 4B model at 524,288 tokens 40 GiB that nobody has planned.
+        """
+        outputs = self.stores.outputs
+        groups = [outputs.tiles(each, cuts) if passing else self._tiles(outputs, each, cuts) for each in self._outputs]
         for parts in zip(*groups, strict=True):
             yield parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
@@ -247,7 +252,7 @@ class Tape:
             forward: runs the layer outside any graph, keeping attention's output at a place, None for not at all.
         """
         if not self._begun:
-            self.stores.start_row(x_BTE.nbytes, self.policy, self._by_tiles)
+            self.stores.start_row(x_BTE.nbytes, self.policy)
             self._begun = True
         place, kept = self.policy.layers[index].input, self._kept[index]
         self._forwards[index] = forward
@@ -275,9 +280,10 @@ class Tape:
         """
         kept = self._kept[index]
         self._recall(index)
-        kept.prefetch()
         self.stores.land()
-        if kept.input is None:
+        if kept.input is not None:
+            kept.prefetch()
+        else:
             start = self._start(index)
             x_BTE = self._kept[start].input_once()
             for number in range(start, index):
@@ -290,6 +296,7 @@ class Tape:
             del x_BTE
             if self._by_tiles:
                 self.stores.land()
+            kept.prefetch()  # not sooner: the second run has no room for it, and nothing to hide 0.1 s behind is missed
         for before in range(index - 1, max(index - 3, -1), -1):
             if self._forwards[before] is None:
                 break  # frozen layers below all trained ones have no backward
@@ -328,24 +335,23 @@ class Tape:
         )
 
 
-def most_waiting(policy: KeepPolicy, place: Place, by_tiles: bool) -> tuple[int, int]:
+def most_waiting(policy: KeepPolicy, place: Place) -> tuple[int, int]:
     """Most inputs and most attention outputs of a row that wait at one place, each at its own time.
 
     Args:
         policy: what each layer keeps.
         place: the host or the disk.
-        by_tiles: an output that was not kept goes to the host while its layer's backward uses it.
     """
-    inputs, outputs = zip(*_waiting(policy, place, by_tiles), strict=True)
+    inputs, outputs = zip(*_waiting(policy, place), strict=True)
     return max(inputs), max(outputs)
 
 
-def most_bytes(policy: KeepPolicy, by_tiles: bool, input_bytes: int, output_bytes: int) -> int:
+def most_bytes(policy: KeepPolicy, input_bytes: int, output_bytes: int) -> int:
     """Most bytes of a row that wait on the host at once."""
-    return max(inputs * input_bytes + outputs * output_bytes for inputs, outputs in _waiting(policy, "host", by_tiles))
+    return max(inputs * input_bytes + outputs * output_bytes for inputs, outputs in _waiting(policy, "host"))
 
 
-def _waiting(policy: KeepPolicy, place: Place, by_tiles: bool) -> Iterator[tuple[int, int]]:
+def _waiting(policy: KeepPolicy, place: Place) -> Iterator[tuple[int, int]]:
     """Inputs and outputs that wait at a place: after the forward, and when each segment has run again."""
     inputs = {index for index, layer in enumerate(policy.layers) if layer.input == place}
     outputs = {index for index, layer in enumerate(policy.layers) if layer.output == place}
@@ -355,7 +361,7 @@ def _waiting(policy: KeepPolicy, place: Place, by_tiles: bool) -> Iterator[tuple
         if policy.again == place:
             inputs |= set(segment[1:])
             outputs |= {index for index in below if policy.layers[index].output is None}
-        if by_tiles and place == "host" and policy.layers[last].output is None:
+        if place == policy.attends and policy.layers[last].output is None:
             outputs.add(last)
         yield len(inputs), len(outputs)
         inputs -= set(segment)

@@ -118,11 +118,6 @@ class Memory:
         return sum(part.bytes for part in self.waiting if part.place == "disk")
 
 
-def attends_on(s: Settings) -> Place | None:
-    """Where the output of a layer that attends again waits for its backward: on the host when that is read in tiles."""
-    return "host" if s.stream_back and s.streams else None
-
-
 def memory(facts: ModelFacts, s: Settings) -> Memory:
     """Every moment of a step from the second on, when the optimizer's state exists."""
     return Memory(Step(facts, s), s.policy(facts.layers))
@@ -239,7 +234,7 @@ def waiting_parts(step: Step, policy: KeepPolicy) -> tuple[Part, ...]:
                 Part(f"layer inputs{where}", inputs * step.input, place, f"{layers_of(inputs)} x {row} {narrow}"),
                 Part(f"attention outputs{where}", outputs * step.output, place, f"{layers_of(outputs)} x {row} {wide}"),
             ]
-        held = list(held_bytes(policy, step.input, step.output, "host", attends_on(s))) if policy.given_up else [0]
+        held = list(held_bytes(policy, step.input, step.output, "host")) if policy.given_up else [0]
         formula = "more than all of the above, when a segment has run again and those above it are gone"
         parts.append(Part(f"layers run again{pinned}", max(held) - held[0], "host", formula))
         staged = staged_bytes(step) if "disk" in policy.places else 0

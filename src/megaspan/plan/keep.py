@@ -48,6 +48,7 @@ class KeepPolicy:
     Attributes:
         layers: one entry a layer; the first keeps its input.
         again: where inputs and outputs of a segment that is run again wait for their backward.
+        attends: where the output of a layer that attends again in its own backward waits while that uses it.
 
     Raises:
         ValueError: no layers, a place that is none, or a first layer without its input.
@@ -55,11 +56,16 @@ class KeepPolicy:
 
     layers: tuple[LayerKeep, ...]
     again: Place = "host"
+    attends: Place = "device"
 
     def __post_init__(self) -> None:
         if not self.layers:
             raise ValueError("a keep policy needs at least one layer")
-        named = [self.again, *(place for layer in self.layers for place in (layer.input, layer.output) if place is not None)]
+        named = [
+            self.again,
+            self.attends,
+            *(place for layer in self.layers for place in (layer.input, layer.output) if place is not None),
+        ]
         if wrong := sorted({str(place) for place in named} - set(PLACES)):
             raise ValueError(f"{wrong[0]!r} is no place; places are {', '.join(PLACES)}")
         if self.layers[0].input is None:
@@ -127,7 +133,7 @@ class KeepPolicy:
     def stored_again(self, segment: range) -> tuple[int, int]:
         """Inputs and outputs that wait at `again` once a segment was run again.
 
-        Its last layer adds no output: nothing comes after it before its own backward, which attends on the device.
+        Its last layer adds no output: nothing comes after it before its own backward, which attends itself (`attends`).
         """
         return len(segment) - 1, sum(self.layers[index].output is None for index in segment[:-1])
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from megaspan.plan.cost import Memory, attends_on, staged_bytes
+from megaspan.plan.cost import Memory, staged_bytes
 from megaspan.plan.facts import ModelFacts
 from megaspan.plan.keep import KeepPolicy, LayerKeep, Place
 from megaspan.plan.parts import Settings, bytes_of
@@ -97,7 +97,7 @@ def fallback(facts: ModelFacts, s: Settings) -> KeepPolicy:
     if not s.streams or not s.offload:
         return KeepPolicy.everything(facts.layers, "host" if s.offload else "device", outputs=False)
     one = replace(s, tokens=1)  # lengths of segments depend on the ratio of inputs to outputs, not on the row
-    return tightest(facts.layers, input_bytes(facts, one), output_bytes(facts, one), attends_on(s))
+    return tightest(facts.layers, input_bytes(facts, one), output_bytes(facts, one), "host" if s.stream_back else "device")
 
 
 class Rooms:
@@ -171,10 +171,15 @@ class Rooms:
     def _tasks(self) -> list[Task]:
         """In which order pools are filled from the lowest layer up, and where segments wait: every way that makes sense."""
 
-        def task(pools: tuple[Pool, ...], again: Place) -> Task:
-            return Task(self._step.input, self._step.output, pools, again, self._worth, attends_on(self.s))
+        step, layers, here = self._step, self.facts.layers, self._here
 
-        layers, here = self.facts.layers, self._here
+        def task(pools: tuple[Pool, ...], again: Place, attends: Place = "device") -> Task:
+            if not step.tiles:
+                return Task(step.input, step.output, pools, again, self._worth)
+            # On the device a head group of it is counted with the work, where that is read in tiles.
+            counted = tile_bytes(self.facts, self.s, "attention")[1] if attends == "device" else 0
+            return Task(step.input, step.output, pools, again, self._worth, attends, step.output - counted)
+
         if not self.s.offload:
             return [task((here,), "device")]
         if not self.s.gpu:
@@ -184,7 +189,14 @@ class Rooms:
             return [task((Pool("host", None, room, (room,) * layers, again),), "host")]
         host = Pool.steady("host", self._host, layers)
         always_free = replace(here, fill=here.least)
-        return [task((host, here), "device"), task((host, here), "host"), task((always_free, host), "host")]
+        orders: list[tuple[tuple[Pool, ...], Place]] = [
+            ((host, here), "device"),
+            ((host, here), "host"),
+            ((always_free, host), "host"),
+        ]
+        # What is read in tiles may wait on the host at any time, so the output of the layer at work may too.
+        attends: tuple[Place, ...] = ("device", "host") if step.tiles else ("device",)
+        return [task(*order, place) for place in attends for order in orders]
 
     def _device_pool(self) -> Pool:
         """What the computation leaves of its own memory."""

@@ -69,8 +69,8 @@ class Task:
         input, output: bytes of one layer's input, and of attention's output with its log-sum-exp.
         pools: in the order in which they are filled, from the lowest layer up; the last one takes the rest.
         again: the pool where a segment that is run again waits.
-        attends_on: the pool where the output of a layer that attends again waits while its backward uses it; None: on the
-            device, with its work.
+        attends: the place where the output of a layer that attends again waits while its backward uses it.
+        attended: bytes that it takes there, beside what is counted with the layer's work already.
         worth: for each layer whether its output is wanted before others': attention over a window is cheap to repeat.
     """
 
@@ -79,7 +79,8 @@ class Task:
     pools: tuple[Pool, ...]
     again: Place
     worth: tuple[bool, ...]
-    attends_on: Place | None = None
+    attends: Place = "device"
+    attended: int = 0
 
     @property
     def layers(self) -> int:
@@ -136,12 +137,13 @@ def most_inputs(task: Task, outputs: int) -> KeepPolicy | None:
 
 
 @lru_cache(maxsize=64)
-def tightest(layers: int, input: int, output: int, attends_on: Place | None) -> KeepPolicy:
+def tightest(layers: int, input: int, output: int, attends: Place) -> KeepPolicy:
     """The policy without outputs that needs the least of one pool, called host."""
+    attended = output if attends == "host" else 0
 
     def made(size: int) -> KeepPolicy | None:
         pools = (Pool.steady("host", size, layers),)
-        return fewest_inputs(Task(input, output, pools, "host", (True,) * layers, attends_on), 0)
+        return fewest_inputs(Task(input, output, pools, "host", (True,) * layers, attends, attended), 0)
 
     top = layers * (input + output)
     spared = largest(top, lambda less: made(top - less) is not None)
@@ -175,7 +177,7 @@ class _Walk:
         for pool, below in zip(self.task.pools, self._below, strict=True):
             if below[max(0, total - pool.ahead_forward)] > pool.forward:
                 return None
-        return self._exchanged(KeepPolicy(tuple(self._places), self.task.again))
+        return self._exchanged(KeepPolicy(tuple(self._places), self.task.again, self.task.attends))
 
     def _longest(self, start: int, top: int) -> int:
         """Adds layers `start` … as long as they fit, not past `top`; returns the first layer that was not added."""
@@ -209,15 +211,17 @@ class _Walk:
         raise AssertionError("the last pool takes everything")
 
     def _fits(self, start: int, end: int) -> bool:
-        """Whether the segment start … end-1 can be worked on. The room of its lowest layer is taken for all of it."""
-        alone = end == start + 1
+        """Whether the segment start … end-1 can be worked on.
+
+        The room of its lowest layer is taken for all of it; but what its last layer attends is gone when the next one begins.
+        """
+        alone, keeps_last = end == start + 1, self._keeps_last(start, end)
         for pool, below in zip(self.task.pools, self._below, strict=True):
             here = pool.place == self.task.again and not alone
             counted = max(0, end - pool.ahead)
             stored = self._stored(start, counted, end) if here and counted > start else 0
-            if pool.place == self.task.attends_on and not self._keeps_last(start, end):
-                stored += self.task.output
-            if below[counted] + stored > pool.backward[start]:
+            attended = self.task.attended if pool.place == self.task.attends and not keeps_last else 0
+            if below[counted] + stored > pool.backward[start] or below[counted] + stored + attended > pool.backward[end - 1]:
                 return False
             if not alone and below[end] + (self._stored(start, end, end) if here else 0) > pool.again[start]:
                 return False
@@ -254,19 +258,18 @@ class _Walk:
         return replace(policy, layers=tuple(layers))
 
 
-def held_bytes(policy: KeepPolicy, input: int, output: int, place: Place, attends_on: Place | None = None) -> Iterator[int]:
+def held_bytes(policy: KeepPolicy, input: int, output: int, place: Place) -> Iterator[int]:
     """What waits at one place at each moment that matters: the end of the forward, then each segment from the top down.
 
     Args:
         policy: what is kept where.
         input, output: bytes of one of each.
-        place: which place.
-        attends_on: see `Task`.
+        place: which place; what the layer at work has on the device is left to its work.
     """
     below = policy.below[place]
     yield below[-1][0] * input + below[-1][1] * output
     for segment in reversed(policy.segments):
         inputs, outputs = below[segment.stop]
         again = policy.stored_again(segment) if policy.again == place else (0, 0)
-        attends = place == attends_on and policy.layers[segment[-1]].output is None
+        attends = place == policy.attends != "device" and policy.layers[segment[-1]].output is None
         yield (inputs + again[0]) * input + (outputs + again[1] + attends) * output

@@ -144,11 +144,13 @@ class Step:
     def fetched(self, phase: Phase, policy: KeepPolicy, index: int) -> int:
         """Bytes on the device that are not kept there: of the layer at work, and whole those of the one below.
 
-        What comes in tiles is two tiles.
+        What comes in tiles is two tiles; an output that was just attended, and waits on the device, is whole.
         """
         layers, uses = policy.layers, phase.uses_output
         if self.tiles:
             x, out = tile_bytes(self.facts, self.s, phase.name)
+            if layers[index].output is None and policy.attends == "device" and index == policy.segment_of[index][-1]:
+                out = self.output if uses else 0
             return (x if layers[index].input != "device" else 0) + (out if layers[index].output != "device" else 0)
         again = policy.segment_of[index]
         inputs = outputs = 0
