@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
 from megaspan.human import UserError
 from megaspan.layers.shards import computes_in
 from megaspan.model import LongOutput, levers, prepare, unprepare
+from megaspan.plan.keep import KeepPolicy, LayerKeep
 from tests import models
 from tests.model.support import plan, settings, step
 from tests.models import FAMILIES, assert_same_gradients, batch, tiny, tiny_config
@@ -519,6 +521,30 @@ def test_the_header_reads_back_what_is_on_the_model() -> None:
     levers(model).on_layer = None
     step(model, **batch(LENGTH))
     assert len(seen) == 4
+
+
+def test_the_header_counts_attention_that_runs_twice_layer_by_layer() -> None:
+    """Outputs that are kept need not be those of the last layers."""
+    how = plan()
+    how.keep = KeepPolicy((LayerKeep("host", None), LayerKeep(None, "host"), LayerKeep(None, None), LayerKeep(None, "host")))
+    state: Any = levers(prepare(tiny("qwen3", layers=4), settings(), how))
+    reasons = [reason for label, _, reason in state.read_back() if label == "layers"]
+    assert reasons == ["attention runs forward twice in 2 layers, once in the others; the rest in tiles of 9 tokens"]
+
+
+def test_the_header_says_what_streamed_layers_do_without() -> None:
+    class CentredNorm(Olmo2RMSNorm):
+        def forward(self, hidden_states: torch.Tensor) -> Any:
+            return super().forward(hidden_states - hidden_states.mean(1, keepdim=True))
+
+    model: Any = tiny("olmo2")
+    model.model.norm.__class__ = CentredNorm
+    state: Any = levers(prepare(model, settings(), plan()))
+    streamed, unfused, norm = [(value, reason) for label, value, reason in state.read_back() if label == "layers"]
+    assert streamed[0] == "2 of 2 streamed"
+    assert unfused[0] == "element-wise work is not fused"
+    assert unfused[1].startswith("Olmo2Attention has norms of q and k")
+    assert norm == ("the norm behind them runs whole", "CentredNorm does not work token by token")
 
 
 def test_the_header_says_which_layers_run_whole_for_somebodys_hooks() -> None:

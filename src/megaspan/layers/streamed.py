@@ -108,6 +108,7 @@ class Streaming:
         self._layers: list[Any] = []
         self._fused: list[nn.Module] = []
         self._norm: nn.Module | None = None
+        self.whole_norm: str | None = None
         self._halves: dict[int, Halves] = {}
         self._parts: dict[int, frozenset[Part]] = {}
         self._routers: dict[int, Router] = {}
@@ -161,7 +162,8 @@ class Streaming:
         if self.plan.fused_norms:
             self._fused = fuse_norms(self._layers[index] for index in self._streamed())
         if self._streamed():
-            self._norm = tile_final_norm(model, self.plan.tile_tokens, self.reuse)
+            norm = tile_final_norm(model, self.plan.tile_tokens, self.reuse)
+            self._norm, self.whole_norm = (None, norm) if isinstance(norm, str) else (norm, None)
         self._parts = {index: frozenset(parts_of(self._layers[index])) for index in self._streamed()}
         whole = [index for index, reason in enumerate(self.reasons) if reason is not None]
         self.general.tile_mlps(model, self.plan.tile_tokens, whole)
@@ -176,7 +178,7 @@ class Streaming:
         if self._stores is not None:
             self._stores.close()
         self._layers, self._fused, self._stores, self._tape, self.reasons = [], [], None, None, []
-        self._halves, self._unfused, self._norm = {}, None, None
+        self._halves, self._unfused, self._norm, self.whole_norm = {}, None, None, None
         self._routers, self.balances = {}, False
 
     def reserve(self, device: torch.device, layer_input_bytes: int, rows: int = 1) -> None:

@@ -2,7 +2,7 @@
 
 transformers' RMSNorm of a whole row makes fp32 copies: at 1,048,576 tokens of an 8B model 40 GiB around a norm whose input and
 output have 8 each, more than a streamed layer needs. In tiles it needs these two alone, and the gradient of its input takes the
-place of the incoming one where nobody else reads that.
+place of the incoming one where nobody else reads that. Whether it works token by token is tried (`tokentrial.py`).
 """
 
 from __future__ import annotations
@@ -17,23 +17,30 @@ from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
 from megaspan.layers.reuse import Reuse
-from megaspan.layers.tile import GradientSums, tiles
+from megaspan.layers.shards import local
+from megaspan.layers.tile import GradientSums, hooks_inside, tiles
+from megaspan.layers.tokentrial import why_not
 
 OnTile: TypeAlias = Callable[[Tensor, slice], Tensor]
 """A function of some tokens [batch, n, E] to the same shape, told which tokens of the row they are."""
 
 
-def tile_final_norm(model: nn.Module, tile_tokens: int, reuse: Reuse) -> nn.Module | None:
-    """Runs the norm behind the last layer in tiles; the changed module, or None where there is not exactly one.
+def tile_final_norm(model: nn.Module, tile_tokens: int, reuse: Reuse) -> nn.Module | str:
+    """Runs the norm behind the last layer in tiles; the changed module, or why none is.
 
     Its `forward` is set on the module's `__dict__`; take it from there to undo this.
     """
     language_model = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
     backbone = None if language_model is None else language_model.get_decoder()
     norms = [] if backbone is None else [each for each in backbone.children() if type(each).__name__.endswith("Norm")]
-    if len(norms) != 1 or "forward" in norms[0].__dict__:
-        return None
+    if language_model is None or len(norms) != 1:
+        return f"the model has {len(norms)} norms behind its layers"
     (norm,) = norms
+    width = language_model.config.get_text_config().hidden_size
+    like = next((parameter for parameter in norm.parameters()), next(model.parameters()))
+    reason = why_not(norm, width, local(like), set())
+    if reason is not None:
+        return f"{type(norm).__name__} {reason}"
     norm.__dict__["forward"] = functools.partial(_forward, norm, tile_tokens, reuse)
     return norm
 
@@ -62,12 +69,17 @@ def by_tiles(x_BTE: Tensor, function: OnTile, tile_tokens: int, parameters: Sequ
 
 def _forward(module: nn.Module, tile_tokens: int, reuse: Reuse, x_BTE: Tensor) -> Tensor:
     own = functools.partial(type(module).forward, module)
-    if x_BTE.ndim != 3 or x_BTE.shape[1] <= tile_tokens:
+    if x_BTE.ndim != 3 or x_BTE.shape[1] <= tile_tokens or hooks_inside(module) is not None or _weights_made(module):
         return own(x_BTE)
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     cuts = tiles(x_BTE.shape[1], tile_tokens)
     result: Tensor = _TokenWise.apply(x_BTE, None, lambda tile, _: own(tile), cuts, parameters, reuse, *parameters)
     return result
+
+
+def _weights_made(module: nn.Module) -> bool:
+    """Whether a weight is computed before each forward, as pruning does: its graph goes back once, not once a tile."""
+    return any(isinstance(value, Tensor) and value.requires_grad for value in vars(module).values())
 
 
 class _Saved(torch.autograd.Function):

@@ -136,6 +136,8 @@ class Levers:
             yield "layers", whole, f"attention runs forward twice: {reason}"
         for part in sorted(set(self._general().now_untiled().values())):
             yield "layers", "an MLP runs whole", part
+        if streamed:
+            yield from self._slower()
         for kind, name in (("input", "layer inputs"), ("output", "attention outputs")):
             places = self.checkpointing.places()[kind]
             yield name, ", ".join(f"{places[place]} {where}" for place, where in _WHERE.items() if places[place]), ""
@@ -150,6 +152,14 @@ class Levers:
         found: Checkpointing = getattr(either, "general", either)
         return found
 
+    def _slower(self) -> Iterator[tuple[str, str, str]]:
+        """What streamed layers have to do without: fused passes, and a last norm in tiles."""
+        streaming: Any = self.checkpointing
+        for reason in streaming.unfused():
+            yield "layers", "element-wise work is not fused", reason
+        if streaming.whole_norm is not None:
+            yield "layers", "the norm behind them runs whole", streaming.whole_norm
+
     def _tiled(self) -> str:
         """How their MLPs run, where a row may be longer than a tile."""
         tile = self.plan.layer_tile_tokens
@@ -158,7 +168,9 @@ class Levers:
     def _streaming(self) -> str:
         """How the streamed layers work, in words."""
         plan = self.plan
-        again = plan.model.layers - plan.keep_outputs
+        streaming: Any = self.checkpointing
+        stats = streaming.stats()
+        again = streaming.places()["output"]["again"] - (stats.layers - stats.streamed)  # those that run whole do so too
         times = "once" if again <= 0 else f"twice in {again} layers, once in the others"
         heads = f", {plan.kv_heads_per_call} KV heads a call in attention's backward" if plan.kv_heads_per_call else ""
         ranks = plan.sizes.cp * plan.sizes.sp
