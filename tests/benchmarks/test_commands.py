@@ -12,6 +12,7 @@ from benchmarks.outcome import Outcome
 
 from benchmarks import adapter, case, compare, depth, kernels, record, rehearse, short
 from megaspan import SFTConfig
+from megaspan.attention.tiled import TiledMath
 from megaspan.plan import Machine, ModelFacts, Plan, choose
 from megaspan.plan.facts import read_config
 
@@ -202,6 +203,8 @@ def test_kernels_are_timed_by_the_pairs_that_a_mask_shows(tmp_path):
     assert {line["mask"] for line in lines} == set(kernels.MASKS)
     ran = {(line["kernel"], line["mask"]): line for line in lines if "why" not in line}
     assert {mask for name, mask in ran if name == "tiled matrix products"} == set(kernels.MASKS), "it knows every mask"
+    slow = kernels._measured(TiledMath(), "tiny", "causal", 40_000, 1)
+    assert slow["why"] == "takes minutes, timed up to 32,768 tokens"
     pairs = {
         "causal": 96 * 97 // 2,
         "window 1024": 32 * 33 // 2 + 64 * 32,
