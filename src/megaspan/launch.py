@@ -17,6 +17,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
@@ -27,6 +28,7 @@ from megaspan.config import SFTConfig
 from megaspan.config.parallel import OPTIONS, resolve
 from megaspan.config.retype import capital, retyped
 from megaspan.human import UserError
+from megaspan.plan.ranks import heads_of
 from megaspan.world import Failure
 
 HOST = "127.0.0.1"  # one machine: nothing here needs a name that resolves
@@ -58,7 +60,7 @@ def processes(wish: int | None, config: SFTConfig) -> int:
         )
     count = wish if wish is not None else max(1, gpus)
     given = {option: getattr(config, option) for option in OPTIONS if option in config.model_fields_set}
-    resolve(given, count, most=gpus or None)
+    resolve(given, count, most=gpus or None, heads=partial(heads_of, config))
     return count
 
 

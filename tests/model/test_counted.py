@@ -14,6 +14,7 @@ from megaspan import cli
 from megaspan.model import adopt_model, levers, prepare, wrap_lora
 from megaspan.model.counted import count, counts_of, facts_of
 from megaspan.plan.facts import Counts, ModelFacts
+from megaspan.plan.families import Experts
 from megaspan.report.flops import linear_weights
 from tests.model.support import settings, step
 from tests.models import FAMILIES, assert_same_gradients, batch, tiny, tiny_config
@@ -61,6 +62,21 @@ def test_what_is_counted_is_what_the_planner_knows(family: str) -> None:
         routers = sum(weight.numel() for name, weight in own.items() if name.endswith(("gate.weight", "router.weight")))
         biases = sum(bias.numel() // 2 for name, bias in own.items() if name.endswith("proj_bias"))  # 2 of 4 experts
         assert counts.linear[layer] == facts.linear_parameters(layer) + routers + biases
+
+
+def test_experts_of_a_family_that_the_planner_does_not_know() -> None:
+    """Their number, width and place, and that their layers stream where a toy proves it; mixtures of another form run whole."""
+    facts = facts_of(tiny("glm4_moe", layers=3))
+    assert facts.experts == Experts(8, 2, 48, 48, (False, True, True))
+    assert facts.family.streamed
+    assert facts.active_mlp_width == 3 * 48
+    for family in ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe"):
+        model = tiny(family, layers=3)
+        assert count(model, prove=False).experts == ModelFacts.from_config(model.config.to_dict()).experts
+    model: Any = tiny("glm4_moe", layers=3)
+    model.model.layers[2].mlp.experts.more = torch.nn.Parameter(torch.ones(8, 7, 5))
+    assert facts_of(model).experts is None
+    assert not facts_of(model).family.streamed
 
 
 def test_somebodys_change_of_a_known_model_is_counted() -> None:

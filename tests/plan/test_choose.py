@@ -389,7 +389,24 @@ def test_what_the_host_has_for_layers_is_the_rest() -> None:
     others = [part.bytes for part in made.parts if part.place == "host" and not part.name.startswith(("layer", "attention"))]
     assert sum(others) > 15 * GIB
     assert made.host_for_layers == 100 * GIB - sum(others)
-    assert plan(host_memory="3GiB", tokens=8192).host_for_layers == 1, "0 would be no limit"
+    assert plan(host_memory="3GiB", tokens=8192).host_for_layers < 1
+
+
+@pytest.mark.parametrize(
+    ("limits", "words"),
+    [
+        ({"memory_limit": "1MiB"}, "the CUDA context alone takes 768.0 MiB, and memory_limit says 1.0 MiB"),
+        ({"host_memory": "1MiB"}, "the process alone takes 4.0 GiB, and host_memory says 1.0 MiB"),
+        ({"host_memory": "1MiB", "use_cpu": True}, "the process alone takes 1.0 GiB, and host_memory says 1.0 MiB"),
+    ],
+    ids=str,
+)
+def test_a_limit_that_an_empty_program_exceeds_has_no_lever(limits: dict[str, Any], words: str) -> None:
+    made = plan(tokens=8192, model="qwen3-0.6b", **limits)
+    assert not made.fits
+    assert made.next_lever is None
+    assert f"{words}: no lever changes that" in made.reasons
+    assert not any("alone takes" in reason for reason in plan(tokens=8192).reasons)
 
 
 def test_overrides_of_the_configuration_are_planned() -> None:

@@ -29,11 +29,16 @@ SIZES: dict[str, Any] = {
 }
 MORE: dict[str, dict[str, Any]] = {
     "cohere": {"use_qk_norm": True},
-    "qwen2_moe": {"num_experts": 4, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 28},
-    "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 20, "decoder_sparse_step": 2},
+    "qwen2_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 20,
+        "shared_expert_intermediate_size": 28,
+    },
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "decoder_sparse_step": 2},
     "gpt_oss": {"num_local_experts": 4},
     "mixtral": {"num_local_experts": 4},
-    "olmoe": {"num_experts": 4, "head_dim": 8},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
 }
 
 
@@ -144,12 +149,17 @@ def test_broken_folders_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(UserError, match="no configuration"):
         read_config(str(tmp_path))
-    with pytest.raises(UserError, match=r"num_hidden_layers of the model's configuration is no whole number .*; got 'many'"):
+    with pytest.raises(
+        UserError, match=r"num_hidden_layers of the model's configuration cannot be this; got 'many'; allowed: a whole"
+    ):
         ModelFacts.from_config({"model_type": "llama", "num_hidden_layers": "many"})
     sizes = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 8, "num_hidden_layers": 3}
     for more, sentence in (
         ({"layer_types": ["full_attention"]}, "layer_types of the model's configuration names too few layers; got 1"),
-        ({"num_key_value_heads": 3}, "num_key_value_heads .* does not divide its num_attention_heads, 4; got 3"),
+        (
+            {"num_key_value_heads": 3},
+            "num_key_value_heads .* does not divide its num_attention_heads, 4; got 3; allowed: 1, 2, 4",
+        ),
         ({"hidden_size": 66}, "hidden_size .* is no multiple of its num_attention_heads, 4; got 66"),
     ):
         with pytest.raises(UserError, match=sentence):

@@ -9,13 +9,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import AutoConfig
 
 from megaspan import cli
 from megaspan.config import SFTConfig
 from megaspan.human import UserError
 from megaspan.model.taken import check_files
 from megaspan.plan import is_plain
-from megaspan.plan.facts import shape_names
+from megaspan.plan.facts import ModelFacts, shape_names
+from megaspan.plan.families import FAMILIES
+from megaspan.plan.plain import is_usual
 
 USUAL: dict[str, Any] = {
     "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 2, "hidden_size": 32,
@@ -35,6 +38,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "another's class": ({"architectures": ["Qwen2ForCausalLM"]}, "not a causal language model"),
     "sees": ({"vision_config": {}}, "more than a language model"),
     "a state": ({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}, "layers that carry a state"),
+    "tuples": ({"return_dict": False}, "has return_dict: false"),
+    "no tuples, but null": ({"return_dict": None}, "has return_dict: null"),
+    "a type of no torch": ({"torch_dtype": "float7"}, "cannot be loaded"),
+    "a token's name": ({"bos_token_id": "<s>"}, "cannot be loaded"),
     "activation": ({"hidden_act": "nosuch"}, "has a hidden_act that transformers"),
     "rope": ({"rope_parameters": {"rope_type": "nosuch", "rope_theta": 10000.0}}, "has a rope_type that transformers"),
 }  # fmt: skip
@@ -61,6 +68,29 @@ def test_a_plan_refuses_what_training_refuses_in_its_words(
     assert words in str(refused.value)
     assert cli.main(["plan", "--model_name_or_path", str(place), "--max_length", "256", "--use_cpu", "true"]) == 2
     assert str(refused.value) in capsys.readouterr().err
+
+
+ODD: tuple[Any, ...] = ("yes", -1, 0, 0.5, float("nan"), [], {}, True, None)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_a_value_of_a_form_that_transformers_refuses_is_never_usual(family: str) -> None:
+    """Every key that a configuration of a known family has, with values of every form."""
+    own = type(AutoConfig.for_model(family))
+    usual = AutoConfig.for_model(family, pad_token_id=None, bos_token_id=None, eos_token_id=None).to_dict()
+    usual = {key: value for key, value in usual.items() if value is not None and key not in ("id2label", "label2id")}
+    usual["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0}
+    assert is_usual(usual)
+    for key in usual:
+        for value in ODD:
+            changed = usual | {key: value}
+            if not is_usual(changed):
+                continue
+            try:
+                ModelFacts.from_config(changed)
+            except UserError:
+                continue
+            own.from_dict({name: entry for name, entry in changed.items() if name != "model_type"})  # or it raises
 
 
 def test_training_asks_before_it_reads_a_row(tmp_path: Path) -> None:

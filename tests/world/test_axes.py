@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import itertools
+import json
 import shlex
 from datetime import timedelta
 
@@ -17,6 +18,8 @@ from megaspan.config import SFTConfig
 from megaspan.config.parallel import AXES, OPTIONS, check_heads, legal_sp, resolve
 from megaspan.config.retype import retyped
 from megaspan.human import UserError
+from megaspan.launch import processes
+from megaspan.plan import RankSizes
 from tests.world.test_launchfile import FSDP2
 
 EIGHT = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
@@ -70,14 +73,34 @@ def test_a_wrong_product_is_one_sentence_with_what_to_type(monkeypatch, given, r
 SIZES = st.dictionaries(st.sampled_from(OPTIONS), st.one_of(st.none(), st.integers(1, 6)))
 
 
-@given(SIZES, st.integers(1, 24), st.booleans())
-def test_what_is_said_to_type_is_taken(given, ranks, open_shard):
+@given(SIZES, st.integers(1, 24), st.booleans(), st.sampled_from([None, (4, 2), (32, 8), (6, 3), (1, 1)]))
+def test_what_is_said_to_type_is_taken(given, ranks, open_shard, heads):
+    """By the number of processes, and by the model's heads where they are known."""
     said = []
     with contextlib.suppress(UserError):
-        resolve(given, ranks, open_shard=open_shard, again=lambda *words: said.append(words) or "x")
-    for processes, sizes in said:
-        found = resolve(given | sizes, processes, open_shard=open_shard)
+        resolve(given, ranks, open_shard=open_shard, again=lambda *words: said.append(words) or "x", heads=lambda: heads)
+    for count, sizes in said:
+        found = resolve(given | sizes, count, open_shard=open_shard)
         assert all(found[option.removesuffix("_size")] == size for option, size in sizes.items())
+        if heads is not None:
+            check_heads(found["sp"], *heads)
+
+
+def test_a_product_that_is_wrong_of_a_size_that_heads_refuse_is_one_sentence(monkeypatch, tmp_path):
+    """In `megaspan plan` and `megaspan train`, with what both allow."""
+    entries = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 8,
+               "num_key_value_heads": 2}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(entries))
+    config = SFTConfig(model_name_or_path=str(tmp_path), sp_size=3, use_cpu=True, max_length=64)
+    monkeypatch.setattr("sys.argv", ["megaspan", "train", "a.yaml", "--nproc", "2", "--sp_size", "3"])
+    for call in (lambda: RankSizes.of(config, 2), lambda: processes(2, config)):
+        with pytest.raises(UserError) as caught:
+            call()
+        assert str(caught.value) == (
+            "sp_size 3 takes 3 processes, or a multiple of that, and this model has 4 query and 2 KV heads, which that does "
+            "not split; got 2; allowed: sizes whose product divides 2, with sp_size 1, 2. "
+            "Type megaspan train a.yaml --nproc 2 --sp_size 2."
+        )
 
 
 @pytest.mark.parametrize(

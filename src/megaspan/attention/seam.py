@@ -155,6 +155,10 @@ def run_call(call: AttentionCall, row: RowContext | None = None) -> Tensor:
     return outs[0][None] if len(outs) == 1 else torch.stack(outs)
 
 
+class OtherMask(UserError):
+    """A row whose mask is more than causal or a window: packed documents, or a mask function of the model's own."""
+
+
 def mask(
     batch_size: int,
     q_length: int,
@@ -169,7 +173,8 @@ def mask(
     """transformers' mask function: no mask, only the window that this kind of layer was promised, as a scalar (0: none).
 
     Raises:
-        UserError: padding, packed rows, a mask function of the model's own, or a cache of fixed size.
+        OtherMask: packed rows, or a mask function of the model's own.
+        UserError: padding, or a cache of fixed size.
     """
     if attention_mask is not None and not bool(attention_mask.all()):
         raise UserError(
@@ -181,7 +186,7 @@ def mask(
     if q_offset + q_length != kv_offset + kv_length:
         raise UserError("a key-value cache of fixed size is not supported", do="Use the default (dynamic) cache in generate()")
     if not allow_is_causal_skip:
-        raise UserError(
+        raise OtherMask(
             "this row asks for another mask than causal (packed documents, or a mask function of the model)",
             found="position_ids that restart, or a model with its own mask",
             allowed="one text a row, positions counting up by one",

@@ -16,8 +16,13 @@ from megaspan.config.retype import capital, retyped
 from megaspan.human import UserError
 
 Again: TypeAlias = Callable[[int | None, Mapping[str, int]], str]
+Heads: TypeAlias = Callable[[], tuple[int, int] | None]
 AXES = ("dp_replicate", "dp_shard", "cp", "sp")
 OPTIONS = tuple(f"{axis}_size" for axis in AXES)
+
+
+def _unknown() -> None:
+    return None
 
 
 def resolve(
@@ -27,6 +32,7 @@ def resolve(
     open_shard: bool = True,
     most: int | None = None,
     again: Again = retyped,
+    heads: Heads = _unknown,
 ) -> dict[str, int]:
     """The size of every axis for `ranks` ranks.
 
@@ -36,6 +42,8 @@ def resolve(
         open_shard: `dp_shard_size`, where it is not given, is what the others leave; else it is 1, as in accelerate's files.
         most: processes that this machine can run; None for any number.
         again: what to type or write for a number of processes, or for that number and other sizes.
+        heads: query and KV heads of the model, None where it has not said: asked only when there is something to suggest, so
+            that no size is suggested which the model refuses next.
 
     Returns:
         Sizes by axis, in mesh order; their product is `ranks`.
@@ -53,28 +61,36 @@ def resolve(
         return found
     told = " × ".join(f"{axis}_size {size}" for axis, size in found.items() if size > 1 or given.get(f"{axis}_size"))
     needs = f"{others} process{'es' if others != 1 else ''}"
-    remedies = [again(others, {})] if most is None or others <= most else []
-    remedies.append(again(ranks, _that_fit(given, ranks, takes_rest)))
+    known = heads()
+    legal = None if known is None else legal_sp(*known)
+    splits = legal is None or found["sp"] in legal
+    remedies = [again(others, {})] if splits and (most is None or others <= most) else []
+    remedies.append(again(ranks, _that_fit(given, ranks, takes_rest, legal)))
     if remedies[0].startswith("type "):
         remedies[1:] = [words.removeprefix("type ") for words in remedies[1:]]
     fit = "all sizes 1" if ranks == 1 else f"sizes whose product {'divides' if takes_rest else 'is'} {ranks}"
-    raise UserError(
-        f"{told or 'all sizes 1'} {'take' if not told or '×' in told else 'takes'} {needs}"
-        + (", or a multiple of that" if takes_rest and others > 1 else ""),
-        got=ranks,
-        allowed=f"{f'{others}, {2 * others}, {3 * others}, … processes' if takes_rest else needs}, or {fit}",
-        do=capital(", or ".join(remedies)),
+    what = f"{told or 'all sizes 1'} {'take' if not told or '×' in told else 'takes'} {needs}" + (
+        ", or a multiple of that" if takes_rest and others > 1 else ""
     )
+    allowed = f"{f'{others}, {2 * others}, {3 * others}, … processes' if takes_rest else needs}, or {fit}"
+    if known is not None and legal is not None and not splits:
+        what += f", and this model has {known[0]} query and {known[1]} KV heads, which that does not split"
+        here = [size for size in legal if ranks % size == 0]
+        allowed = fit if here == [1] and ranks == 1 else f"{fit}, with sp_size {', '.join(map(str, here))}"
+    raise UserError(what, got=ranks, allowed=allowed, do=capital(", or ".join(remedies)))
 
 
-def _that_fit(given: Mapping[str, int | None], ranks: int, takes_rest: bool) -> dict[str, int]:
-    """The size options to change, and their new sizes, near to those given, for a product that is `ranks`."""
+def _that_fit(
+    given: Mapping[str, int | None], ranks: int, takes_rest: bool, legal: tuple[int, ...] | None = None
+) -> dict[str, int]:
+    """The size options to change, and their new sizes, near to those given, for a product of `ranks`; sp one of `legal`."""
     fitting: dict[str, int] = {}
     left = ranks
     for axis in ("sp", "cp", "dp_replicate", "dp_shard"):  # who shares a row is kept as long as it can be
         wish = given.get(f"{axis}_size") or 1
         is_rest = axis == "dp_shard"
-        size = left if is_rest else max(size for size in divisors(left) if size <= wish)
+        sizes = legal if axis == "sp" and legal is not None else divisors(left)
+        size = left if is_rest else max(size for size in sizes if size <= wish and left % size == 0)
         left //= size
         if size != wish and not (is_rest and takes_rest):
             fitting[f"{axis}_size"] = size

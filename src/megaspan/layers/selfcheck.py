@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any, TypeAlias
 
 import torch
@@ -57,7 +58,7 @@ def prove_family(model: nn.Module, fused: bool = True) -> str | None:
     try:
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(0)  # the CPU's alone: a GPU's numbers are not to move
-            return _compare(_toy(live), fused)
+            return _compare(toy_of(live), fused)
     except Exception as error:  # whatever somebody's model code raises at toy size: the general path is right, and says why
         return f"a toy {type(live).__name__} did not run: {type(error).__name__}: {str(error)[:200]}"
 
@@ -70,7 +71,7 @@ def replaced_parts(model: nn.Module, layers: Sequence[nn.Module]) -> list[str | 
     """
     live = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
     with torch.random.fork_rng(devices=[]):
-        toy = _toy(live)
+        toy = toy_of(live)
     known = {part for layer in checkpointed_layers(toy) for part in parts_of(layer)}
     return [next((_told(*part) for part in parts_of(layer) if part not in known), None) for layer in layers]
 
@@ -102,13 +103,16 @@ def _told(name: str, kind: type | str) -> str:
     return f"{name or 'it'} {'has' if isinstance(kind, str) else 'is'} {what}"
 
 
-def _toy(live: PreTrainedModel) -> PreTrainedModel:
+def toy_of(live: PreTrainedModel) -> PreTrainedModel:
     """A model of the same class and the same kinds of layers, in toy sizes, with random weights."""
     config: Any = copy.deepcopy(live.config)
     text = config.get_text_config()
     for name, size in _SIZES.items():
-        if getattr(text, name, None) is not None:
-            setattr(text, name, size)
+        if name == "head_dim" and any(getattr(text, other, None) for other in ("qk_rope_head_dim", "v_head_dim")):
+            continue  # other sizes are made of it, or differ from it as in the model itself
+        with suppress(RuntimeError, ValueError, KeyError):  # a size of each layer's own refuses to be read as one
+            if getattr(text, name, None) is not None:
+                setattr(text, name, size)
     if getattr(live.config.get_text_config(), "num_key_value_heads", None) == live.config.get_text_config().num_attention_heads:
         text.num_key_value_heads = text.num_attention_heads
     layers = min(text.num_hidden_layers, _MOST_LAYERS)

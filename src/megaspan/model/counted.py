@@ -26,6 +26,7 @@ from megaspan.model.fill import skeleton
 from megaspan.model.kinds import unwrap
 from megaspan.model.source import apply_overrides, find_source, read_config
 from megaspan.plan.facts import Counts, ModelFacts
+from megaspan.plan.families import Experts
 
 if TYPE_CHECKING:
     from megaspan.config import SFTConfig
@@ -70,12 +71,14 @@ def count(model: Any, *, prove: bool = True) -> Counts:
     inner = unwrap(model)
     layers = checkpointed_layers(inner)
     dense = not any(_share(name, parameter, inner.config) < 1 for name, parameter in _own(inner))
+    experts = None if dense else _experts(layers, inner.config)
     return Counts(
         parameters=sum(parameter.numel() for _, parameter in _own(inner)),
         layers=tuple(sum(parameter.numel() for _, parameter in _own(layer)) for layer in layers),
         linear=tuple(round(_linear(layer, inner.config)) for layer in layers),
-        gated=not dense or _is_gated(layers[0], inner.config),
-        streamed=prove and dense and _streams(inner, layers),
+        gated=not dense or not layers or _is_gated(layers[0], inner.config),
+        streamed=prove and (dense or experts is not None) and _streams(inner, layers),
+        experts=experts,
     )
 
 
@@ -97,9 +100,39 @@ def _share(name: str, parameter: Any, config: Any) -> float:
     """Which part of a parameter a token meets: of experts, in one tensor or in a list of modules, the active ones."""
     if parameter.ndim < 3 and ".experts." not in f".{name}":
         return 1.0
+    count, active = _numbers(config)
+    return min(1.0, active / count) if count and active else 1.0
+
+
+def _numbers(config: Any) -> tuple[int, int]:
+    """Experts, and those that a token visits; 0 where the configuration does not say."""
     text = config.get_text_config()
-    counts = [next((int(n) for key in keys if (n := getattr(text, key, None))), 0) for keys in (_EXPERTS, _ACTIVE)]
-    return min(1.0, counts[1] / counts[0]) if all(counts) else 1.0
+    count, active = (next((int(n) for key in keys if (n := getattr(text, key, None))), 0) for keys in (_EXPERTS, _ACTIVE))
+    return count, active
+
+
+def _experts(layers: Any, config: Any) -> Experts | None:
+    """The mixture of experts as its matrices show it; None where they are not three of one width each, alike in all layers."""
+    count, active = _numbers(config)
+    row, found, sparse = int(config.get_text_config().hidden_size), set(), []
+    for layer in layers:
+        attending = tuple(
+            f"{name}." for name, part in layer.named_children() if any(is_attention(each) for each in part.modules())
+        )
+        sizes = {True: 0, False: 0}  # of experts, and beside them
+        for name, matrix in _own(layer):
+            if matrix.ndim >= 2 and not name.startswith(attending):
+                sizes[_share(name, matrix, config) < 1] += matrix.numel()
+        sparse.append(sizes[True] > 0)
+        if sparse[-1]:
+            found.add((sizes[True], sizes[False]))
+    if len(found) != 1:
+        return None
+    inside, beside = found.pop()
+    width, rest = divmod(inside, count * 3 * row)
+    # Beside the experts stand the router, a row for each, and perhaps a shared expert with a gate of one row.
+    shared = max(0, beside - count * row) // (3 * row)
+    return None if rest else Experts(count, active, width, shared, tuple(sparse))
 
 
 def _is_gated(layer: nn.Module, config: Any) -> bool:

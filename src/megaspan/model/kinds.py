@@ -7,6 +7,7 @@ silence.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -159,7 +160,7 @@ def check_switches(config: Mapping[str, Any], name: str) -> None:
         name: the class of the model.
 
     Raises:
-        UserError: it has attention dropout, or gives every layer's states.
+        UserError: it has attention dropout, gives every layer's states, or tuples in place of what has names.
     """
     for key in DROPOUTS:
         if config.get(key):
@@ -170,6 +171,11 @@ def check_switches(config: Mapping[str, Any], name: str) -> None:
     for key in KEPT_STATES:
         if config.get(key):
             raise UserError(f"{name} has {key}: true, which keeps every layer's", do=f"Set model.config.{key} = False")
+    if not config.get("return_dict", True):
+        raise UserError(
+            f"{name} has return_dict: {json.dumps(config['return_dict'])}, and what it gives is read by name",
+            do="Set model.config.return_dict = True, or remove it from config.json",
+        )
 
 
 def _check_attention(model_class: Any, name: str) -> None:

@@ -40,6 +40,25 @@ def check_logits_fit(tokens: int, vocabulary: int, free: int) -> None:
         )
 
 
+def check_host_room(plan: Any) -> None:
+    """Refuse a plan whose layers keep something on a host that other things fill: the first layer would fail, with no number
+    that means anything.
+
+    Raises:
+        UserError: with what the host has to have.
+    """
+    keep, left = getattr(plan, "keep", None), getattr(plan, "host_for_layers", 1)
+    if left > 0 or keep is None or "host" not in {*keep.places, *([keep.again] if keep.runs_again else [])}:
+        return
+    ranks = plan.machine.host_ranks
+    raise UserError(
+        f"host memory has no room for what layers keep: all else takes {format_bytes(plan.host_limit - left)}, "
+        f"{format_bytes(-left)} more than there is",
+        found=f"{format_bytes(plan.host_limit)} ({plan.limits_from[1]})" + (f" for each of {ranks} ranks" if ranks > 1 else ""),
+        do="Raise host_memory if the machine has more, or lower max_length; megaspan plan shows what takes it",
+    )
+
+
 def free_bytes(device: torch.device, host_bytes: int) -> int:
     """Bytes that a new tensor may take: on a GPU what the driver and the allocator have left, on a CPU `host_bytes`."""
     if device.type != "cuda":

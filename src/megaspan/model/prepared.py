@@ -31,7 +31,7 @@ from megaspan.model.forward import (
     signature_of,
 )
 from megaspan.model.kinds import check_loss_function, check_trainable, unwrap
-from megaspan.model.limits import check_logits_fit, device_of, free_bytes, past_window
+from megaspan.model.limits import check_host_room, check_logits_fit, device_of, free_bytes, past_window
 from megaspan.model.lora import check_adapter
 from megaspan.model.tables import gathered_head
 
@@ -267,6 +267,7 @@ def _settings(model: PreTrainedModel, args: SFTConfig, plan: Plan) -> Settings:
     window = None if args.allow_past_window else getattr(model.config, "max_position_embeddings", None)
     if window is not None and args.max_length > window:
         raise past_window(args.max_length, window)
+    check_host_room(plan)
     if args.loss_type == "nll":
         check_logits_fit(args.max_length, model.config.vocab_size, free_bytes(device_of(model), plan.host_limit))
     return Settings(

@@ -25,6 +25,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from megaspan.attention import AttentionCall
 from megaspan.attention.context import RowContext, RowRanks
 from megaspan.attention.layout import lay_out
+from megaspan.attention.seam import OtherMask
 from megaspan.human import UserError
 from megaspan.layers.shards import compute_dtype
 from megaspan.layers.tile import drawing
@@ -64,9 +65,16 @@ def prove_attention(model: PreTrainedModel, before: Reference) -> None:
     """Compare the model under long attention with what it was.
 
     Raises:
-        UserError: its hidden states are not the plain model's.
+        UserError: its hidden states are not the plain model's, or it has a mask of its own.
     """
-    distance = _distance(_hidden(model, before.ids_t), before.hidden_tE)
+    try:
+        distance = _distance(_hidden(model, before.ids_t), before.hidden_tE)
+    except OtherMask as error:  # one text whose positions count up, so nobody but the model asks for more than causal
+        raise UserError(
+            f"{type(model).__name__} makes a mask of its own for its attention, and exact long attention takes none",
+            allowed="models whose attention is causal, full or windowed",
+            do="Choose a model of another family",
+        ) from error
     if not distance <= _allowed(model):
         raise UserError(
             f"{type(model).__name__} does something in its attention that long attention does not: "

@@ -17,6 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from megaspan.human import UserError
 from megaspan.model.kinds import check_switches
 from megaspan.model.source import apply_overrides, find_source, read_config
+from megaspan.plan.families import FAMILIES
 from megaspan.plan.plain import ACTIVATIONS
 from megaspan.plan.rope_native import read_rope
 
@@ -31,13 +32,18 @@ def check_files(config: SFTConfig) -> None:
         UserError: there is no such model, its files are damaged or of another format, it is of a kind that is not trained here,
             or `model_init_kwargs` do not go with it.
     """
-    found = read_config(find_source(config), trust_remote_code=config.trust_remote_code)
+    source = find_source(config)
+    found = read_config(source, trust_remote_code=config.trust_remote_code)
     apply_overrides(found, config.config_overrides)
     if not config.trust_remote_code:  # the code of such a model may know more than transformers
         _check_names(found)
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(found), type(found))
     model_class = model_class[0] if isinstance(model_class, tuple) else model_class
     check_switches(found.to_dict(), model_class.__name__)
+    if found.model_type not in FAMILIES:
+        from megaspan.model.trial import try_family
+
+        try_family(source, found, config)
 
 
 def _check_names(found: PretrainedConfig) -> None:

@@ -18,7 +18,9 @@ from megaspan.config.parallel import check_heads
 from megaspan.human import UserError, format_bytes, format_tokens
 from megaspan.plan.adapter import adapter_size
 from megaspan.plan.cost import Memory, disk_parts
+from megaspan.plan.entries import check_entries, check_padding
 from megaspan.plan.facts import Counts, Machine, ModelFacts, read_config
+from megaspan.plan.families import FAMILIES
 from megaspan.plan.fit import Limits, can_fit, fit, longest_row
 from megaspan.plan.keep import KeepPolicy
 from megaspan.plan.levers import Lever, further, rescue, turns
@@ -28,6 +30,7 @@ from megaspan.plan.parts import Part, Settings
 from megaspan.plan.ranks import RankSizes, share_of
 from megaspan.plan.reasons import keep_rows, layer_reasons, state_reasons, summary
 from megaspan.plan.rope_math import RopeChoice, resolve_rope
+from megaspan.plan.rope_native import text_config
 from megaspan.plan.seconds import Seconds, has_flash4, step_seconds
 from megaspan.plan.states import StatePlan, state_plans
 
@@ -59,7 +62,7 @@ class Plan:
         device_bytes: peak of the tensors on the device, what an allocator reports; 0 without a GPU.
         device_needed: the same with the CUDA context and slack, what has to be within the limit.
         host_bytes: peak of host memory, with the process.
-        host_for_layers: what a limit on host memory leaves for what layers keep.
+        host_for_layers: what the limit on host memory leaves for what layers keep; below 1 where all else takes it.
         device_limit, host_limit: what there is.
         limits_from: where these two numbers come from.
         fits: both peaks are within their limits.
@@ -163,6 +166,9 @@ def plan_command(config: SFTConfig, machine: Machine, sizes: RankSizes | None = 
             option="optim",
         )
     raw = {**read_config(config.model_name_or_path, config.model_revision), **config.config_overrides}
+    check_entries(text_config(raw))
+    if raw.get("model_type") in FAMILIES:
+        check_padding(raw)
     rope = resolve_rope(raw, config.rope_parameters, config.max_length, config.allow_past_window)
     facts = ModelFacts.from_config(raw, config.model_name_or_path)
     facts = facts if counts is None else facts.counted(counts)
@@ -211,7 +217,10 @@ def choose(
     s, used = found.settings, found.used
     row = longest_row(facts, wished, limits, states)
     all_turns = turns(facts, s)
-    if found.fits:
+    cramped = _cramped(config, machine, used, limits)
+    if cramped:
+        lever, suffices = None, False
+    elif found.fits:
         lever, suffices = further(all_turns, used, limits.host), False
     else:
         missing = used.device_needed - limits.device if gpu else used.host_bytes - limits.host
@@ -244,12 +253,12 @@ def choose(
         device_bytes=used.device_bytes,
         device_needed=used.device_needed,
         host_bytes=used.host_bytes,
-        host_for_layers=max(1, limits.host - used.host_bytes + used.host_kept),
+        host_for_layers=limits.host - used.host_bytes + used.host_kept,
         device_limit=limits.device,
         host_limit=limits.host,
         limits_from=_limits_from(config, machine, gpu),
         fits=found.fits,
-        reasons=tuple(_reasons(config, facts, s, machine, rope, used)),
+        reasons=(*_reasons(config, facts, s, machine, rope, used), *cramped),
         longest_row=max(row, s.tokens) if found.fits else row,
         next_lever=lever,
         suffices=suffices,
@@ -292,6 +301,18 @@ def _limits_from(config: SFTConfig, machine: Machine, gpu: bool) -> tuple[str, s
     """Where the limits of device and host come from, in words."""
     device = "memory_limit" if config.memory_limit else "the GPU"
     return device if gpu else "", "host_memory" if config.host_memory else machine.host_source or "the machine"
+
+
+def _cramped(config: SFTConfig, machine: Machine, used: Memory, limits: Limits) -> list[str]:
+    """A sentence for each limit that is less than a program takes with an empty model: no lever helps there."""
+    names = dict(zip(("device", "host"), _limits_from(config, machine, used.gpu), strict=True))
+    there = {"device": limits.device, "host": limits.host}
+    return [
+        f"the {part.name} alone takes {format_bytes(part.bytes)}, and {names[part.place]} says "
+        f"{format_bytes(there[part.place])}: no lever changes that"
+        for part in (used.peak.base, *used.waiting)
+        if part.name in ("process", "CUDA context") and part.bytes >= there[part.place]
+    ]
 
 
 def _settings(config: SFTConfig, facts: ModelFacts, tokens: int, gpu: bool) -> Settings:

@@ -11,8 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megaspan.config.parallel import divisors
 from megaspan.human import UserError, nearest
 from megaspan.plan import families
+from megaspan.plan.entries import check_entries, check_rotary
 from megaspan.plan.families import FAMILIES, UNKNOWN, Experts, Family, Widths
 from megaspan.plan.rope_native import text_config
 
@@ -50,6 +52,7 @@ class Counts:
         linear: of each layer those that multiply every token; of experts the ones that a token visits.
         gated: the MLP has a gate and an up projection.
         streamed: the layers were proven to run in tiles.
+        experts: the mixture of experts, where there is one and its widths can be told.
     """
 
     parameters: int
@@ -57,6 +60,7 @@ class Counts:
     linear: tuple[int, ...]
     gated: bool
     streamed: bool
+    experts: Experts | None = None
 
 
 @dataclass(frozen=True)
@@ -120,7 +124,8 @@ class ModelFacts:
         facts = replace(self, exact=True, parameters=counts.parameters, layer_parameters=counts.layers, linear=counts.linear)
         if self.known:
             return facts
-        return replace(facts, family=replace(self.family, gated=counts.gated, streamed=counts.streamed))
+        family = replace(self.family, gated=counts.gated, streamed=counts.streamed)
+        return replace(facts, family=family, experts=counts.experts)
 
     @property
     def query_width(self) -> int:
@@ -159,11 +164,12 @@ class ModelFacts:
         """Facts from the contents of a `config.json`, or `config.to_dict()`.
 
         Raises:
-            UserError: a size is missing.
+            UserError: a size is missing, or a value is one that no model can have.
         """
         text = text_config(config)
         model_type = str(text.get("model_type", ""))
         family = FAMILIES.get(model_type, UNKNOWN)
+        check_entries(text, families.switches(model_type))
         layers = families.need(text, "num_hidden_layers", "n_layer")
         hidden = families.need(text, "hidden_size", "n_embd")
         heads = families.need(text, "num_attention_heads", "n_head")
@@ -215,15 +221,26 @@ class ModelFacts:
 
 def _check_sizes(text: Mapping[str, Any], widths: Widths, layers: int, types: tuple[str, ...]) -> None:
     """Refuses sizes that no model can have together: weights would be made, or read, before anybody said so."""
-    of = "of the model's configuration"
+    of, model_type = "of the model's configuration", str(text.get("model_type", ""))
     if len(types) < layers:
         raise UserError(f"layer_types {of} names too few layers", got=len(types), allowed=f"one for each of {layers}")
     if widths.heads % widths.kv_heads:
         raise UserError(
-            f"num_key_value_heads {of} does not divide its num_attention_heads, {widths.heads}", got=widths.kv_heads
+            f"num_key_value_heads {of} does not divide its num_attention_heads, {widths.heads}",
+            got=widths.kv_heads,
+            allowed=", ".join(map(str, divisors(widths.heads))),
+            do="Correct it in the model's config.json",
         )
     if not text.get("head_dim") and widths.hidden % widths.heads:
-        raise UserError(f"hidden_size {of} is no multiple of its num_attention_heads, {widths.heads}", got=widths.hidden)
+        raise UserError(
+            f"hidden_size {of} is no multiple of its num_attention_heads, {widths.heads}",
+            got=widths.hidden,
+            allowed=f"a multiple of {widths.heads}, or a head_dim beside it",
+            do="Correct it in the model's config.json",
+        )
+    rotates = model_type in FAMILIES or any(text.get(key) for key in ("rope_theta", "rope_parameters", "rope_scaling"))
+    if rotates and not text.get("qk_rope_head_dim"):
+        check_rotary(text, widths.head_dim)
 
 
 def shape_names() -> tuple[str, ...]:

@@ -119,6 +119,13 @@ def has(config: Mapping[str, Any], model_type: str, bias: Bias | None) -> bool:
     return _DEFAULTS.get((model_type, bias), False) if value is None else bool(value)
 
 
+def switches(model_type: str) -> tuple[str, ...]:
+    """Keys of a family's configuration that are true or false."""
+    family = FAMILIES.get(model_type, UNKNOWN)
+    keys = (family.qkv_bias, family.out_bias, family.mlp_bias, family.qk_norm_key)
+    return tuple(key for key in keys if isinstance(key, str))
+
+
 def need(config: Mapping[str, Any], *names: str) -> int:
     """The first of several names of a positive whole number.
 
@@ -130,7 +137,12 @@ def need(config: Mapping[str, Any], *names: str) -> int:
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value
         if value is not None:
-            raise UserError(f"{name} of the model's configuration is no whole number of at least 1", got=value)
+            raise UserError(
+                f"{name} of the model's configuration cannot be this",
+                got=value,
+                allowed="a whole number of at least 1",
+                do="Correct it in the model's config.json",
+            )
     raise UserError(
         f"the model's configuration has no {' or '.join(names)}",
         found=config.get("model_type", "no model_type"),

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megaspan.human import UserError
+from megaspan.plan.entries import check_entries
 from megaspan.plan.facts import read_config
 from megaspan.plan.families import FAMILIES
 from megaspan.plan.rope_native import REQUIRED, read_rope
@@ -33,6 +35,40 @@ _UNUSUAL = (
     "quantization_config", "text_config", "is_encoder_decoder", "auto_map", "layers_block_type", "use_bidirectional_attention",
     *OTHER_SENSES, *KEPT_STATES,
 )  # fmt: skip
+_NULL = type(None)
+_FORMS: dict[tuple[type, ...], tuple[str, ...]] = {
+    (bool,): (
+        "attention_bias", "attention_out_bias", "is_encoder_decoder", "mlp_bias", "norm_topk_prob", "output_router_logits",
+        "qkv_bias", "tie_word_embeddings", "use_bias", "use_cache", "use_sliding_window",
+    ),
+    (bool, _NULL): ("output_hidden_states", "return_dict", "use_bidirectional_attention", "use_qk_norm"),
+    (float,): (
+        "initializer_range", "layer_norm_eps", "logit_scale", "norm_epsilon", "rms_norm_eps", "router_aux_loss_coef",
+        "router_jitter_noise", "swiglu_alpha", "swiglu_limit",
+    ),
+    (float, int): (
+        "attention_dropout", "attention_multiplier", "embd_pdrop", "embedding_dropout", "embedding_multiplier",
+        "logits_scaling", "resid_pdrop", "residual_dropout", "residual_multiplier",
+    ),
+    (float, _NULL): ("attn_logit_softcapping", "clip_qkv", "final_logit_softcapping"),
+    (int,): (
+        "chunk_size_feed_forward", "decoder_sparse_step", "head_dim", "hidden_size", "intermediate_size",
+        "max_position_embeddings", "max_window_layers", "moe_intermediate_size", "no_rope_layer_interval",
+        "num_attention_heads", "num_experts", "num_experts_per_tok", "num_hidden_layers", "num_key_value_heads",
+        "num_local_experts", "original_max_position_embeddings", "pretraining_tp", "query_pre_attn_scalar",
+        "shared_expert_intermediate_size", "vocab_size",
+    ),
+    (int, _NULL): ("bos_token_id", "eod_token_id", "pad_token_id", "sliding_window"),
+    (int, list, _NULL): ("eos_token_id",),
+    (int, str, _NULL): ("sliding_window_pattern",),
+    (str,): ACTIVATIONS,
+    (str, _NULL): ("transformers_version",),
+    (list, _NULL): ("architectures", "layer_types", "mlp_only_layers", "no_rope_layers"),
+    (dict, _NULL): ("id2label", "label2id", "rope_parameters", "rope_scaling"),
+}  # fmt: skip
+"""The kinds of value that transformers' configurations of the known families take under a key, all of them."""
+
+_DTYPES = (None, "float32", "bfloat16", "float16")
 
 
 def is_plain(config: SFTConfig) -> bool:
@@ -50,16 +86,25 @@ def is_plain(config: SFTConfig) -> bool:
     if changed.get("layer_types") and "num_hidden_layers" in changes:
         changed["layer_types"] = changed["layer_types"][: changed["num_hidden_layers"]]  # fewer layers are the first ones
     dropped = any(changed.get(key) for key in DROPOUTS)
-    return _is_usual(raw) and _is_usual(changed) and not dropped and _is_whole(Path(name).expanduser())
+    return is_usual(raw) and is_usual(changed) and not dropped and _is_whole(Path(name).expanduser())
 
 
-def _is_usual(raw: Mapping[str, Any]) -> bool:
+def is_usual(raw: Mapping[str, Any]) -> bool:
+    """Whether a `config.json` is of a family that is known here and says nothing that others have to look at."""
     kind, types = raw.get("model_type"), raw.get("layer_types")
+    try:
+        check_entries(raw)
+    except UserError:  # of a file whose entry is replaced; whether it can be read at all is transformers' to say
+        return False
     if kind not in FAMILIES or any(raw.get(key) not in (None, False) for key in _UNUSUAL):
         return False
-    if raw.get("is_causal") is False or raw.get("is_decoder") is False:
+    if any(key in raw and type(raw[key]) not in forms for forms, keys in _FORMS.items() for key in keys):
         return False
-    if types and (set(types) - set(EXACT_LAYERS) or len(types) != raw.get("num_hidden_layers")):
+    if any(raw.get(key) not in _DTYPES for key in ("dtype", "torch_dtype")):
+        return False
+    if raw.get("return_dict", True) is not True or raw.get("is_causal") is False or raw.get("is_decoder") is False:
+        return False
+    if types is not None and (set(types) - set(EXACT_LAYERS) or len(types) != raw.get("num_hidden_layers")):
         return False
     if read_rope(raw).kind not in REQUIRED or any(raw.get(key) not in _USUAL_ACTIVATIONS for key in ACTIVATIONS):
         return False

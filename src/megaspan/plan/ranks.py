@@ -7,17 +7,30 @@ A plan is made for one rank: its part of a row, its shards of the states, and wh
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from typing import TYPE_CHECKING
 
 from megaspan.config.parallel import AXES, OPTIONS, resolve
-from megaspan.plan.facts import Machine
+from megaspan.human import UserError
+from megaspan.plan.facts import Machine, ModelFacts, read_config
 
 if TYPE_CHECKING:
     from megaspan.config import SFTConfig
 
 NODE = 8  # GPUs of one machine, where nobody has said how many there are
+
+
+def heads_of(config: SFTConfig) -> tuple[int, int] | None:
+    """Query and KV heads of the model that a configuration names; None where none can be read, which others will say."""
+    if config.model_name_or_path is None:
+        return None
+    try:
+        raw = read_config(config.model_name_or_path, config.model_revision)
+        facts = ModelFacts.from_config({**raw, **config.config_overrides})
+    except UserError:
+        return None
+    return facts.heads, facts.kv_heads
 
 
 @dataclass(frozen=True)
@@ -50,7 +63,7 @@ class RankSizes:
         given = {option: getattr(config, option) for option in OPTIONS if option in config.model_fields_set}
         if ranks is None:
             ranks = prod(size or 1 for size in given.values())
-        return cls(**resolve(given, ranks))
+        return cls(**resolve(given, ranks, heads=partial(heads_of, config)))
 
     @cached_property
     def total(self) -> int:

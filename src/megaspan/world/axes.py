@@ -12,10 +12,12 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING
 
 from megaspan.config.parallel import AXES, OPTIONS, check_heads, resolve
+from megaspan.plan.ranks import heads_of
 from megaspan.world import launchfile
 from megaspan.world.commands import again
 from megaspan.world.gpu import gpus
@@ -116,7 +118,8 @@ def mesh(config: SFTConfig, environ: Mapping[str, str] = os.environ) -> Mesh:
     found = [] if config.use_cpu or launchfile.wants_cpu(environ) else gpus()
     most = len(found) * started.nodes if found else None
     command = again(started, set(in_file) - config.model_fields_set)
-    sizes = resolve(given, started.world_size, open_shard=not in_file, most=most, again=command)
+    heads = partial(heads_of, config)
+    sizes = resolve(given, started.world_size, open_shard=not in_file, most=most, again=command, heads=heads)
     return Mesh(**sizes, rank=started.rank, local_rank=started.local_rank, nodes=started.nodes)
 
 
