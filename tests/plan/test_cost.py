@@ -262,7 +262,7 @@ def test_states_that_move_leave_the_device_and_reach_the_host() -> None:
 
 
 def test_a_segment_that_runs_again_is_a_moment_of_its_own() -> None:
-    """The gradient that waits, x, O, y and a head group, beside what the segment has stored and all that is kept below."""
+    """The gradient that waits, x, y and tiles, beside what the segment has stored and all that is kept below."""
     facts, t = model_facts("qwen3-8b"), 1 << 20
     again = (LayerKeep("host", None), *[LayerKeep(None, None)] * 5)
     policy = KeepPolicy(again * 6, "device")
@@ -273,8 +273,9 @@ def test_a_segment_that_runs_again_is_a_moment_of_its_own() -> None:
     bare = memory(facts, replace(s, keep=replace(policy, again="host", attends="host")))
     elsewhere = {moment.name: moment.bytes for moment in bare.moments}
     name = "layers 31 to 36 again"
-    assert made[name] - elsewhere[name] == 5 * x + 5 * out
-    working = 3 * x + t * facts.query_width * 2 + t * (facts.query_width + 2 * facts.kv_width) * 2 // 8
+    assert made[name] - elsewhere[name] == 5 * x + 5 * out - 2 * x, "x and y are the last two inputs that are stored"
+    tiles = 2 * s.layer_tile * (2 * facts.query_width + 4 * facts.heads)
+    working = 3 * x + tiles + s.layer_tile * 2 * 3 * (facts.mlp_width + facts.hidden)
     always = facts.parameters * 6 + t * (2 * 128 * 2 + 32)
     assert elsewhere[name] == always + working + 2 * facts.head_parameters, "the head's gradient is there"
     stored = [part for part in bare.waiting if part.name == "layers run again, pinned"]
@@ -283,7 +284,6 @@ def test_a_segment_that_runs_again_is_a_moment_of_its_own() -> None:
     assert bare.host_bytes - here.host_bytes == out, "that output is on the device, whole, until the layer has used it"
     made = {moment.name: moment.bytes for moment in here.moments}
     more = {name: made[name] - size for name, size in elsewhere.items() if name in made}
-    tiles = 2 * s.layer_tile * (2 * facts.query_width + 4 * facts.heads)
     assert more["backward of layer 36, MLP"] == out - tiles
     assert more["backward of layer 36, attention"] == out - out // facts.kv_heads
     assert more["backward of layer 36, projections"] == more["layers 31 to 36 again"] == more["forward"] == 0

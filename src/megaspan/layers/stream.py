@@ -38,7 +38,7 @@ from megaspan.layers.halves import Halves
 from megaspan.layers.reuse import Reuse
 from megaspan.layers.routing import Router, Routing
 from megaspan.layers.tape import Kept, Stores, Tape
-from megaspan.layers.tile import GradientSums, tiles
+from megaspan.layers.tile import GradientSums, tiles, together
 from megaspan.plan.keep import Place
 
 Tiles: TypeAlias = Callable[[Sequence[slice]], Iterator[Tensor]]
@@ -184,7 +184,7 @@ class LayerRun:
             whole = (_heads([part[:, tokens] for part in parts]) for tokens in cuts)
             outs: Iterator[Tensor] = whole if parts else kept.output_tiles(cuts, passing=True)
             y_BTE: Tensor | None = None
-            for tokens, out in zip(cuts, outs, strict=True):
+            for tokens, out in together(cuts, outs):
                 with self._at(tokens), self._choosing(tokens):
                     tile = self._after(x_BTE[:, tokens], out)
                 if len(cuts) == 1:
@@ -234,7 +234,7 @@ class LayerRun:
         once = len(cuts) == 1
         dx: Tensor | None = None
         d_outs: list[Tensor] = []
-        for tokens, x_tile, out_tile in zip(cuts, kept.input_tiles(cuts), kept.output_tiles(cuts), strict=True):
+        for tokens, x_tile, out_tile in together(cuts, kept.input_tiles(cuts), kept.output_tiles(cuts)):
             x_tile = x_tile.detach().requires_grad_(self.wants_x)
             out_tile = out_tile.detach().requires_grad_(needs_attention)
             with torch.enable_grad(), self._at(tokens), self._choosing(tokens) as probabilities:
@@ -282,7 +282,7 @@ class LayerRun:
         dks, dvs, d_sinks = self._attend_backward(cuts, d_outs, kept, call)
         self.counts.backwards += 1
         kept.let_go_of_outputs()
-        for tokens, x_tile in zip(cuts, [x_whole] if once else kept.input_tiles(cuts), strict=True):
+        for tokens, x_tile in together(cuts, [x_whole] if once else kept.input_tiles(cuts)):
             if call is None:
                 x_tile = x_tile.detach().requires_grad_(self.wants_x)
                 with torch.enable_grad(), self._at(tokens):
@@ -369,14 +369,13 @@ class LayerRun:
         whole: list[Tensor] = []
         if self.asked is not None and len(cuts) > 1:
             asked = group.of(self.asked)
-            whole = [
-                part.new_empty(1, cuts[-1].stop, part.shape[1], part.shape[3])
-                for part in (asked.q_BHTD, asked.k_BGSD, asked.v_BGSD)
-            ]
-        for tokens, x_tile in zip(cuts, x(cuts), strict=True):
+            like = asked.q_BHTD, asked.k_BGSD, asked.v_BGSD
+            whole = [part.new_empty(1, cuts[-1].stop, part.shape[1], part.shape[3]) for part in like]
+        for tokens, x_tile in together(cuts, x(cuts)):
             into = tuple(buffer[:, tokens] for buffer in whole) if self.asked is not None and whole else None
             with torch.no_grad(), self._at(tokens):
                 call = self._before(x_tile, tokens, group, into)
+            del x_tile
             if len(cuts) == 1:
                 return call
             if into is None:

@@ -110,6 +110,12 @@ class Stores:
         for store in self.all:
             store.land()
 
+    def land_but_last(self) -> None:
+        """The same, but for the input that was kept last: it is in use, and the device would wait for its copy."""
+        self.inputs.land(1)
+        self.outputs.land()
+        self.sums.land()
+
     def discard(self) -> None:
         """Lets go of everything kept."""
         for store in self.all:
@@ -198,8 +204,8 @@ class Kept:
         """
         outputs = self.stores.outputs
         groups = [outputs.tiles(each, cuts) if passing else self._tiles(outputs, each, cuts) for each in self._outputs]
-        for parts in zip(*groups, strict=True):
-            yield parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+        for _ in cuts:  # not `zip`, which holds one tile until it has the next
+            yield next(groups[0]) if len(groups) == 1 else torch.cat([next(group) for group in groups], dim=2)
 
     def output_of(self, group: int) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp of a head group for one use."""
@@ -212,6 +218,7 @@ class Kept:
         for store, kept in ((self.stores.outputs, self._outputs), (self.stores.sums, self._sums)):
             for each in kept:
                 store.release(each)
+            store.land()  # one that was attended in this backward, and sent to the host, is held for its copy still
         self._outputs, self._sums = [], []
 
     def let_go(self) -> None:
@@ -280,15 +287,16 @@ class Tape:
         """
         kept = self._kept[index]
         self._recall(index)
-        self.stores.land()
         if kept.input is not None:
-            kept.prefetch()
-        else:
+            kept.prefetch()  # before `land`: of the top layer it finds what the forward has left
+        self.stores.land()
+        if kept.input is None:
             start = self._start(index)
             x_BTE = self._kept[start].input_once()
             for number in range(start, index):
                 still_running()
                 self._kept[number + 1].recall()
+                self.stores.land_but_last()
                 forward, place = self._forwards[number], self.policy.again
                 assert forward is not None
                 x_BTE = forward(x_BTE, self._kept[number], place)
@@ -301,8 +309,8 @@ class Tape:
             if self._forwards[before] is None:
                 break  # frozen layers below all trained ones have no backward
             self._recall(before)
-            if before == index - 1:
-                self._kept[before].prefetch()
+            if before == index - 1 and self._kept[before].input is not None:
+                self._kept[before].prefetch()  # where a segment runs again first, that has no room for its last output
         return kept
 
     def done(self, index: int) -> None:

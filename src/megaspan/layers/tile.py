@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,13 @@ def tiles(tokens: int, tile_tokens: int) -> list[slice]:
     if tile_tokens % _MULTIPLE == 0:
         size = -(-size // _MULTIPLE) * _MULTIPLE
     return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
+
+
+def together(cuts: Sequence[slice], *rows: Iterable[Tensor]) -> Iterator[tuple[Any, ...]]:
+    """Each cut with its tile of every row. `zip` holds the tiles that it gave until it has the next: three of each, not two."""
+    each = [iter(row) for row in rows]
+    for tokens in cuts:
+        yield tokens, *[next(row) for row in each]
 
 
 def hooked(module: nn.Module) -> bool:

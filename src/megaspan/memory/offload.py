@@ -240,13 +240,12 @@ class LayerInputs:
             for cut in cuts:
                 yield whole[:, cut]
             return
-        ahead = self._read(saved, cuts[0])
+        coming = [self._read(saved, cuts[0])]
         for following in (*cuts[1:], None):
-            tensor, arrived = ahead
             if following is not None:
-                ahead = self._read(saved, following)
-            self._link.stream.wait_event(arrived)
-            yield tensor
+                coming.append(self._read(saved, following))
+            self._link.stream.wait_event(coming[0][1])
+            yield coming.pop(0)[0]  # held by nobody here: whoever lets go of it before asking has two tiles at a time
 
     def release(self, saved: SavedInput) -> None:
         """Lets go of a tensor that is not needed any more; nothing happens where that was done."""

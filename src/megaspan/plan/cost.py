@@ -135,7 +135,7 @@ def _moments(step: Step, policy: KeepPolicy) -> Iterator[tuple[str, list[Part]]]
             if len(segment) > 1:
                 stored = _stored(step, policy, segment, segment.stop)
                 held = [step.gradient(total - segment.stop), *_kept(step, policy, segment.stop), *_run_again(step, stored)]
-                yield f"layers {segment[0] + 1} to {segment[-1] + 1} again", [*held, *step.again]
+                yield f"layers {segment[0] + 1} to {segment[-1] + 1} again", [*held, *step.again(policy, segment)]
     if step.embedding:
         yield "backward of the embedding", [step.gradient(total), *step.embedding]
     yield "optimizer", [step.gradient(total), update_part(facts, s)]
@@ -149,10 +149,10 @@ def _backward(step: Step, policy: KeepPolicy, index: int) -> Iterator[tuple[str,
         yield from ((name, [gradient, everything, *phase.parts]) for phase in step.phases)
         return
     gradient = step.gradient(total - index - 1)
-    again = _run_again(step, _stored(step, policy, policy.segment_of[index], index + 1))
     ahead = "of two tiles" if s.stream_back else "of this layer, and of the one below"
     for phase in step.phases:
         kept = step.kept(*_on_device(policy, index, phase))
+        again = _run_again(step, _stored(step, policy, policy.segment_of[index], index + 1, phase))
         size = step.fetched(phase, policy, index)
         fetched = Part("inputs and outputs fetched", size, s.place, f"{ahead}; an input is t x E, an output t x Q")
         yield f"{name}, {phase.name}" if phase.name else name, [gradient, *kept, *again, fetched, *phase.parts]
@@ -170,11 +170,12 @@ def _on_device(policy: KeepPolicy, index: int, phase: Phase) -> Pair:
     return inputs, outputs - gone
 
 
-def _stored(step: Step, policy: KeepPolicy, segment: range, stop: int) -> Pair:
-    """What a segment that was run again has on the device, of its layers below `stop`."""
+def _stored(step: Step, policy: KeepPolicy, segment: range, stop: int, phase: Phase | None = None) -> Pair:
+    """What a segment that was run again has on the device, of its layers below `stop`, in a phase of the last of them."""
     if policy.again != "device" or len(segment) == 1:
         return 0, 0
-    outputs = sum(policy.layers[index].output is None for index in range(segment.start, min(stop, segment.stop - 1)))
+    top = stop - 1 if phase is not None and not phase.uses_output else stop
+    outputs = sum(policy.layers[index].output is None for index in range(segment.start, min(top, segment.stop - 1)))
     return stop - segment.start - 1, outputs
 
 
@@ -187,11 +188,14 @@ def _run_again(step: Step, stored: Pair) -> list[Part]:
 
 
 def _flying(step: Step, policy: KeepPolicy) -> list[Part]:
-    """At the loss: what the last layers sent to the host, of which the device lets go when the next attention begins."""
+    """At the loss: what the last layers sent to the host, and the device has not let go of.
+
+    Of a streamed layer that is its output: its input went when its own attention began.
+    """
     s, last = step.s, policy.layers[-2:] if not step.s.streams else policy.layers[-1:]
     if not s.checkpoint or step.tiles:
         return []
-    inputs = sum(layer.input not in ("device", None) for layer in last)
+    inputs = 0 if s.streams else sum(layer.input not in ("device", None) for layer in last)
     outputs = sum(layer.output not in ("device", None) for layer in last)
     size = inputs * step.input + outputs * step.output
     return [Part("inputs and outputs in flight", size, s.place, f"{inputs} inputs, {outputs} outputs on their way")]
@@ -211,7 +215,7 @@ def _telling_layers(step: Step, policy: KeepPolicy) -> tuple[int, ...]:
         """Bytes of the heaviest phase, those that are the same in every layer left out."""
         if not step.s.checkpoint:
             return step.gradient(total - index).bytes + step.activations(index + 1).bytes
-        pairs = _on_device(policy, index, heaviest), _stored(step, policy, policy.segment_of[index], index + 1)
+        pairs = _on_device(policy, index, heaviest), _stored(step, policy, policy.segment_of[index], index + 1, heaviest)
         held = sum(inputs * step.input + outputs * step.output for inputs, outputs in pairs)
         return step.gradient(total - index - 1).bytes + held + step.fetched(heaviest, policy, index)
 

@@ -115,7 +115,7 @@ class Rooms:
         self.facts, self.s, self.limits, self._step = step.facts, step.s, limits, step
         layers, s = self.facts.layers, self.s
         self._limit = limits.device if s.gpu else limits.host  # for the computation
-        self._here = self._device_pool()
+        self._here, self._stored = self._device_pool(False), self._device_pool(True)
         self._least_room = min(self._here.forward, *self._here.backward)
         self.fits_bare = self._least_room >= 0 and self._optimizer_fits()
         self._host = limits.host - bytes_of(step.on_host) if s.gpu else 0
@@ -171,7 +171,7 @@ class Rooms:
     def _tasks(self) -> list[Task]:
         """In which order pools are filled from the lowest layer up, and where segments wait: every way that makes sense."""
 
-        step, layers, here = self._step, self.facts.layers, self._here
+        step, layers, here, stored = self._step, self.facts.layers, self._here, self._stored
 
         def task(pools: tuple[Pool, ...], again: Place, attends: Place = "device") -> Task:
             if not step.tiles:
@@ -181,7 +181,7 @@ class Rooms:
             return Task(step.input, step.output, pools, again, self._worth, attends, step.output - counted)
 
         if not self.s.offload:
-            return [task((here,), "device")]
+            return [task((stored,), "device")]
         if not self.s.gpu:
             # One memory. What lies there is counted for the whole step, so the room is that of the tightest moment.
             room = self._least_room
@@ -190,7 +190,7 @@ class Rooms:
         host = Pool.steady("host", self._host, layers)
         always_free = replace(here, fill=here.least)
         orders: list[tuple[tuple[Pool, ...], Place]] = [
-            ((host, here), "device"),
+            ((host, stored), "device"),
             ((host, here), "host"),
             ((always_free, host), "host"),
         ]
@@ -198,8 +198,8 @@ class Rooms:
         attends: tuple[Place, ...] = ("device", "host") if step.tiles else ("device",)
         return [task(*order, place) for place in attends for order in orders]
 
-    def _device_pool(self) -> Pool:
-        """What the computation leaves of its own memory."""
+    def _device_pool(self, stored: bool) -> Pool:
+        """What the computation leaves of its own memory, where segments that run again are stored in it, or elsewhere."""
         s, step, layers = self.s, self._step, self.facts.layers
         free = step.allowed(self._limit) - bytes_of(step.always)
         pair = step.input + step.output
@@ -215,7 +215,7 @@ class Rooms:
         loss = bytes_of(step.loss) + ahead_forward * pair
         # With outputs on the device the forward needs most; policies that need less are tried in `can_keep` and `policies`.
         forward = bytes_of(step.forward(KeepPolicy.everything(layers, "device")))
-        again = bytes_of(step.again)
+        again = bytes_of(step.again_in(stored, 2 if stored else 3)) if s.streams else 0
         left = [free - step.gradient(layers - index - 1).bytes for index in range(layers)]
         return Pool(
             "device",

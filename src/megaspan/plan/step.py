@@ -9,7 +9,6 @@ Letters: t tokens, E hidden, Q = heads x head size, F MLP width, c bytes of the 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cached_property
 
 from megaspan.human import count_of
 from megaspan.plan.facts import ModelFacts
@@ -18,7 +17,7 @@ from megaspan.plan.layer import layer_bytes, whole_layer_parts
 from megaspan.plan.logits import loss_parts, position_part
 from megaspan.plan.over_ranks import embedding_gradient, gathered_head, gathered_weights, going_gradient
 from megaspan.plan.parts import Part, Settings
-from megaspan.plan.streamed import Phase, backward_phases, forward_parts, input_bytes, output_bytes, tile_bytes
+from megaspan.plan.streamed import Output, Phase, backward_phases, forward_parts, input_bytes, output_bytes, tile_bytes
 from megaspan.plan.weights import gradient_part, gradients_pass, host_gradients, state_parts
 
 CONTEXT_BYTES = 768 * 2**20  # CUDA context, cuBLAS and attention workspaces
@@ -66,6 +65,7 @@ class Step:
             self.base = Part("CUDA context", CONTEXT_BYTES, "device", "driver and workspaces: allowance")
         self._gradients: dict[int, Part] = {}
         self._forward: dict[bool, list[Part]] = {}
+        self._again: dict[tuple[bool, int], list[Part]] = {}
         self.earlier = [self.gradient(0)] if s.rows > 1 and not gradients_pass(s) else []
         self.loss = [*loss_parts(facts, s), *gathered_head(facts, s)]
         self.embedding = embedding_gradient(facts, s) if s.ranks.shard > 1 and not s.adapter else []
@@ -107,20 +107,35 @@ class Step:
         # Read back in tiles, output leaves head group by head group where every layer's is kept elsewhere.
         leaves = self.tiles and all(keep.output in ("host", "disk") for keep in policy.layers)
         if leaves not in self._forward:
-            self._forward[leaves] = self._forward_parts(leaves)
+            self._forward[leaves] = self._forward_parts("leaves" if leaves else "whole")
         return self._forward[leaves]
 
-    def _forward_parts(self, leaves: bool) -> list[Part]:
+    def _forward_parts(self, output: Output) -> list[Part]:
         if self.s.streams:
-            return forward_parts(self.facts, self.s, leaves=leaves)
+            return forward_parts(self.facts, self._layer, self.s, output)
         t, c = self.s.slots, self.s.compute_bytes
         size = t * 3 * c * self.facts.active_mlp_width
         return [Part("one layer without gradients", size, self.s.place, f"t x 3·{c}·F")]
 
-    @cached_property
-    def again(self) -> list[Part]:
-        """A layer of a segment that runs again."""
-        return forward_parts(self.facts, self.s, again=True)
+    def again(self, policy: KeepPolicy, segment: range) -> list[Part]:
+        """A layer of a segment that runs again, beside all that the segment stores.
+
+        Stored on the device, its input and output are the last two inputs of the segment. Only of two layers one has an input
+        that is not stored: the one that the segment begins with, which is fetched whole unless it is on the device.
+        """
+        here, whole = policy.again == "device", policy.layers[segment.start].input == "device"
+        return self.again_in(here, (1 + (len(segment) == 2 and not whole)) if here else 3 - (len(segment) == 2 and whole))
+
+    def again_in(self, here: bool, rows: int) -> list[Part]:
+        """The same with so many inputs, outputs and gradients, for segments stored on the device (`here`) or elsewhere."""
+        if (here, rows) not in self._again:
+            output: Output = "stored" if here else "leaves" if self.tiles else "whole"
+            parts = forward_parts(self.facts, self._layer, self.s, output, rows, again=True)
+            if self.s.ranks.shard > 1:  # beside those of the layer at work and of the one before
+                size = max(self.facts.layer_parameters) * self.s.compute_bytes
+                parts.append(Part("weights of the layer that runs again, gathered", size, self.s.place, "one layer's"))
+            self._again[here, rows] = parts
+        return self._again[here, rows]
 
     def kept(self, inputs: int, outputs: int) -> list[Part]:
         """So many inputs and outputs that stay on the device."""
@@ -146,22 +161,20 @@ class Step:
 
         What comes in tiles is two tiles; an output that was just attended, and waits on the device, is whole.
         """
-        layers, uses = policy.layers, phase.uses_output
-        if self.tiles:
-            x, out = tile_bytes(self.facts, self.s, phase.name)
-            if layers[index].output is None and policy.attends == "device" and index == policy.segment_of[index][-1]:
-                out = self.output if uses else 0
-            return (x if layers[index].input != "device" else 0) + (out if layers[index].output != "device" else 0)
-        again = policy.segment_of[index]
+        layers, segment, uses = policy.layers, policy.segment_of[index], phase.uses_output
         inputs = outputs = 0
-        for layer in range(max(0, index - 1), index + 1):
-            stored = policy.again if layer in again else None
-            inputs += ((layers[layer].input or stored) or "device") != "device"
-            where = layers[layer].output or (stored if layer != again[-1] else None)
-            if layer == index and layers[layer].output is None and layer == again[-1]:
-                where = "host"  # attention runs again: the output is on the device, and kept nowhere
-            outputs += (where or "device") != "device" and (uses or layer != index)
-        return inputs * self.input + outputs * self.output
+        for layer in range(index if self.tiles else max(0, index - 1), index + 1):
+            if layer < segment.start and layers[layer].input is None:
+                continue  # its segment runs again first
+            again = policy.again if layer in segment else None
+            inputs += ((layers[layer].input or again) or "device") != "device"
+            where = layers[layer].output or (again if layer != segment[-1] else None)
+            attends = layer == index and where is None  # its output is on the device, wherever it waits
+            outputs += (attends or (where or "device") != "device") and (uses or layer != index)
+        if not self.tiles:
+            return inputs * self.input + outputs * self.output
+        x, out = tile_bytes(self.facts, self.s, phase.name)
+        return inputs * x + outputs * (self.output if attends and policy.attends == "device" else out)
 
     def allowed(self, limit: int) -> int:
         """The most bytes for which, with their overhead, the limit is kept."""

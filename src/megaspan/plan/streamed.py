@@ -4,11 +4,11 @@ A streamed layer holds a few tensors of its row and one tile's or one head group
 8B model, one KV head at a time and what waits on the host read tile by tile, that is 28 GiB where a whole layer takes 155. The
 phases are those of `layers/stream.py`:
 
-    forward      x, O, y, and one head group's q, k, v
+    forward      x, O, and one head group's q, k, v, or then y and one tile of the second half
     P1, MLP      dx (in the memory of dy), dO, one tile's graph of the second half, weight gradients
     P2, attention  dx, dO (dq takes its place), dk, dv, and one head group's q, k, v, their gradients and the kernel's fp32 sums
     P3, projections  dx, dq, dk, dv, one tile's graph of the first half, weight gradients; O is gone
-    again        dx of the layers above, x, O, y, and one head group's q, k, v
+    again        dx of the layers above, x, O, and one head group's q, k, v, or then y and one tile of the second half
 
 Of what the layer kept, x and O are there whole, and those of the layer below too, which come back one layer ahead; or, with
 `stream_back`, two tiles of each and one head group of O. The parts here leave out what the keep policy leaves on the device.
@@ -21,11 +21,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 from megaspan.plan.facts import ModelFacts
 from megaspan.plan.layer import LayerBytes
 from megaspan.plan.over_ranks import backward_group, forward_group, heads_a_call
 from megaspan.plan.parts import Part, Settings, bytes_of
+
+Output = Literal["whole", "leaves", "stored"]
+"""Attention's output in a forward: there whole; leaving head group by head group; or counted with what is kept already."""
 
 
 @dataclass(frozen=True)
@@ -72,25 +76,37 @@ def _group_parts(facts: ModelFacts, s: Settings) -> list[Part]:
     return [Part("one layer: q, k, v", size, s.place, f"t x {share:g} x (Q + 2·K) x {s.compute_bytes} B, {_heads(facts, s)}")]
 
 
-def forward_parts(facts: ModelFacts, s: Settings, *, again: bool = False, leaves: bool = False) -> list[Part]:
-    """A layer's forward without gradients.
+def forward_parts(
+    facts: ModelFacts, layer: LayerBytes, s: Settings, output: Output, rows: int = 3, *, again: bool = False
+) -> list[Part]:
+    """A layer's forward without gradients: of attention and the token-wise rest, which follow each other, what needs more.
 
     Args:
         facts: the model.
+        layer: the whole layer's bytes, of which a tile takes its share.
         s: the levers.
-        again: inside a backward, with the gradient that waits there.
-        leaves: attention's output leaves the device head group by head group, one behind the other.
+        output: what there is of attention's output beside what the keep policy leaves on the device.
+        rows: input, output, and what lies beside them all the time: in the first forward the embedding, which transformers'
+            loop holds in a variable to its end; inside a backward the gradient that waits.
+        again: inside a backward. Then nothing of the layer before is on its way to the host while q, k, v are projected.
     """
-    t, c, e, q = s.slots, s.compute_bytes, facts.hidden, facts.query_width
-    # transformers' loop holds the embedding of the row in a variable to its end; in a backward there is a gradient instead.
-    rows = 3
+    t, c, e, share, n = s.slots, s.compute_bytes, facts.hidden, group_share(facts, s), min(s.layer_tile, s.slots)
+    each = facts.query_width * c + 4 * facts.heads
     name = "one layer again: input, output, gradient" if again else "one layer: input and output, the embedding"
-    share = min(1.0, 2 * group_share(facts, s)) if leaves else 1
-    size = round(t * c * (rows * e + share * q))
-    return [
-        Part(f"{name}, attention's output", size, s.place, f"t x {c}·({rows}·E + {share:g}·Q)"),
-        *_group_parts(facts, s),
-    ]
+    # Head groups leave one behind the other; while they are attended the layer's output is not there yet.
+    attended = {"whole": t, "leaves": round(t * min(1.0, 2 * share)), "stored": 0}[output]
+    tiled = t if output == "whole" else min(t, 2 * n)
+    there = rows if output == "whole" and not again else rows - 1
+
+    def held(count: int, tokens: int) -> Part:
+        formula = f"t x {c}·{count}·E + {tokens:,} tokens x (Q x {c} + H x 4) B"
+        return Part(f"{name}, attention's output", t * c * e * count + tokens * each, s.place, formula)
+
+    mlp, told = layer.norms + layer.mlp, f"norms, {layer.formulas[1]}"
+    if s.gpu and facts.experts is None and facts.family.fused:
+        mlp, told = c * (3 * facts.mlp_width + 3 * e), f"{c}·(3·F + 3·E), norm and product fused"
+    tile = Part("one tile: MLP", n * mlp, s.place, f"{n:,} tokens x ({told})")
+    return max([held(there, attended), *_group_parts(facts, s)], [held(rows, tiled), tile], key=bytes_of)
 
 
 def backward_phases(facts: ModelFacts, layer: LayerBytes, s: Settings, parameters: int) -> tuple[Phase, ...]:
