@@ -81,15 +81,15 @@ def parse_tokens(value: int | str) -> int:
 
 
 def parse_bytes(value: int | str) -> int:
-    """Bytes from `80GiB`, `80GB` (decimal), `512M` (binary) or a plain number.
+    """Bytes from `80GiB`, `80GB` (decimal), `512M` (binary), `119.6GiB` (rounded down) or a plain number.
 
     Raises:
         UserError: the text is not a size.
     """
-    return _parse_size(value, _BYTE_UNITS, "a size such as 80GiB, 64GB or 512MiB")
+    return _parse_size(value, _BYTE_UNITS, "a size such as 80GiB, 64GB or 512MiB", whole=False)
 
 
-def _parse_size(value: int | str, units: dict[str, int], allowed: str) -> int:
+def _parse_size(value: int | str, units: dict[str, int], allowed: str, *, whole: bool = True) -> int:
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise UserError("not a size", got=value, allowed=allowed)
     if isinstance(value, int):
@@ -101,7 +101,7 @@ def _parse_size(value: int | str, units: dict[str, int], allowed: str) -> int:
     size = float(match[1].replace(",", "").replace("_", "")) * unit
     if size == float("inf"):
         raise UserError("not a size", got=value, allowed=allowed)
-    if size != int(size):
+    if whole and size != int(size):
         raise UserError("not a whole number", got=value, allowed=allowed)
     return int(size)
 

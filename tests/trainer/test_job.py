@@ -56,6 +56,14 @@ def test_ranks_plan_for_what_all_of_them_have_and_compare_their_plans(tmp_path, 
         trainer(model_folder, tmp_path, documents([40, 30]), max_steps=1)
 
 
+def test_a_limit_of_gpu_memory_needs_a_gpu(tmp_path, model_folder):
+    """It was taken and had no effect; a plan may have it for a machine elsewhere."""
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(UserError, match="memory_limit is for a GPU, and there is none here; got 80.0 GiB"):
+        trainer(model_folder, tmp_path, documents([40]), max_steps=1, memory_limit="80GiB")
+
+
 def test_the_digest_is_of_what_decides_the_order_of_calls(tmp_path, model_folder):
     plan = trainer(model_folder, tmp_path, documents([40, 30]), max_steps=1)._job.plan
     changes = [

@@ -24,7 +24,7 @@ from transformers.trainer_utils import enable_full_determinism
 from megaspan import world
 from megaspan.config import SFTConfig
 from megaspan.data import Rows, join, prepare_rows
-from megaspan.human import UserError
+from megaspan.human import UserError, format_bytes
 from megaspan.layers.checkpoint import checkpointed_layers
 from megaspan.model import (
     Levers,
@@ -73,7 +73,13 @@ def set_up(
     check_optim(args)
     world.set_allocator()
     device = ranks.device
-    if device.type == "cuda" and args.memory_limit:
+    if args.memory_limit and device.type != "cuda":
+        raise UserError(
+            "memory_limit is for a GPU, and there is none here",
+            got=format_bytes(args.memory_limit),
+            do="Remove it to train on the CPU, or plan for a machine elsewhere with megaspan plan",
+        )
+    if args.memory_limit:
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, args.memory_limit / total), device)
     if args.full_determinism:
