@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,10 @@ REFUSED = {
     "deepseek_v3": "no attention layers that AttentionInterface reaches",
     "persimmon": "no attention layers that AttentionInterface reaches",
     "opt": "no attention layers that AttentionInterface reaches",
-    "gptj": "no attention layers that AttentionInterface reaches",  # its toy does not run: rotary_dim is no toy's
-    "doge": "DogeForCausalLM makes a mask of its own for its attention",
+    # Its toy does not run: rotary_dim is no toy's. transformers 5.17 has its attention in its own code.
+    "gptj": "no attention layers that AttentionInterface reaches|computes attention in its own code",
+    # 5.17 takes its mask apart before anybody sees that it is another.
+    "doge": "DogeForCausalLM (makes a mask of its own for its attention|trains in plain transformers, and not)",
     "stablelm": "cannot be loaded: Padding_idx must be within num_embeddings",
 }
 
@@ -51,7 +54,7 @@ def test_a_plan_refuses_what_training_would_find_in_the_live_model(
 ) -> None:
     with pytest.raises(UserError) as refused:  # what training calls before it reads a row
         check_files(wish(tmp_path, family))
-    assert REFUSED[family] in str(refused.value)
+    assert re.search(REFUSED[family], str(refused.value))
     assert cli.main(["plan", f"--model_name_or_path={tmp_path}", "--max_length=64", "--use_cpu"]) == 2
     assert str(refused.value) in capsys.readouterr().err
 

@@ -49,6 +49,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"rope_parameters": {"rope_type": "default", "rope_theta": float("inf")}}, "rope_theta in rope_parameters"),
     ({"rope_parameters": {"full_attention": {"rope_theta": -1}}}, "rope_theta in rope_parameters.full_attention"),
     ({"rope_parameters": {"rope_theta": 1e4, "full_attention": {"rope_theta": 1e4}}}, "beside settings of all"),
+    ({"model_type": "gpt_neox", "hidden_dropout": float("nan")}, "hidden_dropout"),
     ({"num_experts": 4, "num_experts_per_tok": 8}, f"num_experts_per_tok {OF} is more than its 4 experts; got 8"),
 ]
 """What is wrong with the configuration, and words of the sentence."""
@@ -73,7 +74,13 @@ def test_a_value_that_some_models_have(changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"head_dim": 15}, {"tie_word_embeddings": "yes"}, {"pad_token_id": 300}, {"rope_theta": "x"}]
+    "changes",
+    [
+        {"head_dim": 15},
+        {"tie_word_embeddings": "yes"},
+        {"pad_token_id": 300},
+        {"rope_parameters": {"rope_theta": 1e4, "full_attention": {}}},
+    ],
 )
 def test_plan_and_training_say_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any]) -> None:
     from megaspan.trainer import SFTTrainer

@@ -35,6 +35,10 @@ _ABOVE_0 = (
     "query_pre_attn_scalar", "logits_scaling",
 )  # fmt: skip
 _NUMBERS = ("logit_scale", "embedding_multiplier", "residual_multiplier", "attention_multiplier")
+_SHARES = (
+    "attention_dropout", "attn_pdrop", "dropout", "embd_pdrop", "embedding_dropout", "hidden_dropout", "resid_pdrop",
+    "residual_dropout",
+)  # fmt: skip
 _IN_ROPE = ("rope_theta", "factor", "partial_rotary_factor", "original_max_position_embeddings")
 _TEXTS = ("model_type", "hidden_act", "hidden_activation", "dtype", "torch_dtype")
 
@@ -56,6 +60,7 @@ def check_entries(text: Mapping[str, Any], switches: tuple[str, ...] = ()) -> No
         (_EPSILONS, lambda value: _is_number(value) and value >= 0, "a number of at least 0, such as 1e-6"),
         (_ABOVE_0, lambda value: _is_number(value) and value > 0, "a number above 0"),
         (_NUMBERS, _is_number, "a number"),
+        (_SHARES, lambda value: _is_number(value) and 0 <= value <= 1, "a number from 0 to 1"),
         (_TEXTS, lambda value: isinstance(value, str), "a name"),
     ):
         for key in keys:
