@@ -542,6 +542,17 @@ def test_what_can_fit_is_found(
     assert group is None or facts.kv_heads % group == 0
 
 
+@pytest.mark.parametrize("host", [112, 116, 120, 124])
+def test_fewer_heads_a_call_fit_where_more_do(host: int) -> None:
+    """8B at a million tokens in 80 GiB: the output of the layer at work needs the room that inputs would be given."""
+    facts, limits = model_facts("qwen3-8b"), Limits(80 * GIB, host * GIB)
+    s = Settings(1 << 20, True, 2, False, True, True, True, 2048, streamed=True)
+    states = tuple(state_plans(gpu=True, clips=True, rows=1, adapter=False, offload_optimizer=None))
+    found = fit(facts, s, limits, states)
+    assert found.fits == can_fit(facts, s, limits, states) == (host > 112)
+    assert not found.fits or found.settings.kv_heads_per_call == 2, "more than the one head that would do"
+
+
 @pytest.mark.parametrize(
     ("tokens", "host", "words"),
     [

@@ -170,15 +170,15 @@ class Rooms:
 
     def _tasks(self) -> list[Task]:
         """In which order pools are filled from the lowest layer up, and where segments wait: every way that makes sense."""
-
         step, layers, here, stored = self._step, self.facts.layers, self._here, self._stored
+        # What is read in tiles may wait on the host at any time, so the output of the layer at work may too. On the device a
+        # head group of it is counted with the work already.
+        attended: dict[Place, int] = {"device": 0}
+        if step.tiles:
+            attended = {"device": step.output - tile_bytes(self.facts, self.s, "attention")[1], "host": step.output}
 
         def task(pools: tuple[Pool, ...], again: Place, attends: Place = "device") -> Task:
-            if not step.tiles:
-                return Task(step.input, step.output, pools, again, self._worth)
-            # On the device a head group of it is counted with the work, where that is read in tiles.
-            counted = tile_bytes(self.facts, self.s, "attention")[1] if attends == "device" else 0
-            return Task(step.input, step.output, pools, again, self._worth, attends, step.output - counted)
+            return Task(step.input, step.output, pools, again, self._worth, attends, attended[attends])
 
         if not self.s.offload:
             return [task((stored,), "device")]
@@ -188,15 +188,13 @@ class Rooms:
             again = tuple(min(room, each) for each in here.again)
             return [task((Pool("host", None, room, (room,) * layers, again),), "host")]
         host = Pool.steady("host", self._host, layers)
-        always_free = replace(here, fill=here.least)
-        orders: list[tuple[tuple[Pool, ...], Place]] = [
-            ((host, stored), "device"),
-            ((host, here), "host"),
-            ((always_free, host), "host"),
-        ]
-        # What is read in tiles may wait on the host at any time, so the output of the layer at work may too.
-        attends: tuple[Place, ...] = ("device", "host") if step.tiles else ("device",)
-        return [task(*order, place) for place in attends for order in orders]
+        found = []
+        for place, size in attended.items():
+            # With the output of the layer at work or without it: not every layer attends again.
+            always_free = {here.least - size, here.least} if place == "device" else {here.least}
+            found += [task((host, stored), "device", place), task((host, here), "host", place)]
+            found += [task((replace(here, fill=fill), host), "host", place) for fill in sorted(always_free)]
+        return found
 
     def _device_pool(self, stored: bool) -> Pool:
         """What the computation leaves of its own memory, where segments that run again are stored in it, or elsewhere."""
