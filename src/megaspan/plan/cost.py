@@ -149,7 +149,10 @@ def _backward(step: Step, policy: KeepPolicy, index: int) -> Iterator[tuple[str,
         yield from ((name, [gradient, everything, *phase.parts]) for phase in step.phases)
         return
     gradient = step.gradient(total - index - 1)
-    ahead = "of two tiles" if s.stream_back else "of this layer, and of the one below"
+    ahead = "of this layer, and of the one below"
+    if s.stream_back:
+        attends = policy.attends == "device" and policy.layers[index].output is None
+        ahead = "two tiles of an input, and the output that was attended again" if attends else "of two tiles"
     for phase in step.phases:
         kept = step.kept(*_on_device(policy, index, phase))
         again = _run_again(step, _stored(step, policy, policy.segment_of[index], index + 1, phase))
