@@ -49,6 +49,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"rope_parameters": {"rope_type": "default", "rope_theta": float("inf")}}, "rope_theta in rope_parameters"),
     ({"rope_parameters": {"full_attention": {"rope_theta": -1}}}, "rope_theta in rope_parameters.full_attention"),
     ({"rope_parameters": {"rope_theta": 1e4, "full_attention": {"rope_theta": 1e4}}}, "beside settings of all"),
+    ({"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 0}, "its sliding_window says none; got 0"),
     ({"model_type": "gpt_neox", "hidden_dropout": float("nan")}, "hidden_dropout"),
     ({"num_experts": 4, "num_experts_per_tok": 8}, f"num_experts_per_tok {OF} is more than its 4 experts; got 8"),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "tuples": ({"return_dict": False}, "has return_dict: false"),
     "no tuples, but null": ({"return_dict": None}, "has return_dict: null"),
     "a type of no torch": ({"torch_dtype": "float7"}, "cannot be loaded"),
+    "an odd width": (
+        {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "hidden_size": 30}, "cannot be loaded"
+    ),
     "a token's name": ({"bos_token_id": "<s>"}, "cannot be loaded"),
     "activation": ({"hidden_act": "nosuch"}, "has a hidden_act that transformers"),
     "rope": ({"rope_parameters": {"rope_type": "nosuch", "rope_theta": 10000.0}}, "has a rope_type that transformers"),
@@ -81,6 +85,7 @@ def test_a_value_of_a_form_that_transformers_refuses_is_never_usual(family: str)
     usual = {key: value for key, value in usual.items() if value is not None and key not in ("id2label", "label2id")}
     rope, entry = usual["rope_parameters"], {"rope_type": "default", "rope_theta": 10000.0}
     usual["rope_parameters"] = {kind: dict(entry) for kind, each in rope.items() if isinstance(each, dict)} or entry
+    usual["hidden_size"] = 64 * usual["num_attention_heads"]
     assert is_usual(usual)
     for key in usual:
         for value in ODD:
@@ -91,7 +96,8 @@ def test_a_value_of_a_form_that_transformers_refuses_is_never_usual(family: str)
                 ModelFacts.from_config(changed)
             except UserError:
                 continue
-            own.from_dict({name: entry for name, entry in changed.items() if name != "model_type"})  # or it raises
+            # It would raise; and it writes into the mapping that it is given.
+            own.from_dict(copy.deepcopy({name: entry for name, entry in changed.items() if name != "model_type"}))
 
 
 def test_training_asks_before_it_reads_a_row(tmp_path: Path) -> None:

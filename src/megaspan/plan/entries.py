@@ -75,6 +75,9 @@ def check_entries(text: Mapping[str, Any], switches: tuple[str, ...] = ()) -> No
     types = text.get("layer_types")
     if types is not None and not (isinstance(types, list | tuple) and all(isinstance(kind, str) for kind in types)):
         raise UserError(f"layer_types {_OF} is no list of names", got=types, allowed="a name for each layer", do=_DO)
+    if "sliding_attention" in (types or ()) and "sliding_window" in text and not text["sliding_window"]:
+        what = f"layer_types {_OF} names layers with a window, and its sliding_window says none"
+        raise UserError(what, got=text["sliding_window"], found="null", allowed="a whole number of at least 1", do=_DO)
     _check_experts(text)
 
 

@@ -100,6 +100,8 @@ def is_usual(raw: Mapping[str, Any]) -> bool:
         return False
     if any(key in raw and type(raw[key]) not in forms for forms, keys in _FORMS.items() for key in keys):
         return False
+    if int(raw.get("hidden_size") or 0) % int(raw.get("num_attention_heads") or 1):
+        return False  # right with a head_dim, and some families refuse it all the same
     if any(raw.get(key) not in _DTYPES for key in ("dtype", "torch_dtype")):
         return False
     if raw.get("return_dict", True) is not True or raw.get("is_causal") is False or raw.get("is_decoder") is False:
