@@ -39,7 +39,14 @@ def test_what_is_no_number_of_tokens_is_refused(text):
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("80GiB", 80 * 2**30), ("80GB", 80 * 10**9), ("512M", 512 * 2**20), ("1.5TiB", 3 * 2**39), ("64 kb", 64_000), ("119.6GiB", 128_419_522_150)],
+    [
+        ("80GiB", 80 * 2**30),
+        ("80GB", 80 * 10**9),
+        ("512M", 512 * 2**20),
+        ("1.5TiB", 3 * 2**39),
+        ("64 kb", 64_000),
+        ("119.6GiB", 128_419_522_150),
+    ],
 )
 def test_bytes_know_binary_from_decimal(text, size):
     assert parse_bytes(text) == size

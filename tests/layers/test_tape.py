@@ -375,3 +375,33 @@ def test_a_second_backward_is_refused(plain):
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="second backward"):
         loss.backward()
+
+
+class _Gelu(torch.nn.Module):
+    """Not what the class has in this place, so that the layer does not stream."""
+
+    def forward(self, x):
+        return torch.nn.functional.gelu(x, approximate="tanh")
+
+
+@pytest.mark.parametrize("why", ["a part", "a hook"])
+@pytest.mark.parametrize("stream_back", [False, True])
+def test_a_layer_that_runs_whole_finds_nothing_on_its_way_to_the_host(plain, stream_back, why):
+    """It has no moment of its own at which sources are let go of."""
+    model = copy.deepcopy(plain)
+    install_attention(model)
+    layer = model.model.layers[3]
+    if why == "a part":
+        layer.mlp.act_fn = _Gelu()
+    else:
+        layer.mlp.act_fn.register_forward_hook(lambda *_: None)  # is to see whole rows
+    streaming = Streaming(LayerPlan(tile_tokens=5, stream_back=stream_back), KeepPolicy.everything(LAYERS, "host"))
+    reasons = streaming.install(model)
+    assert [reason is None for reason in reasons] == [True, True, True, why == "a hook", True]
+    flying = []
+    layer.self_attn.register_forward_pre_hook(
+        lambda *_: flying.append(sum(len(each._in_flight) for each in streaming._stores.all))
+    )
+    step(model, batch(20))
+    assert flying[0] == 0
+    assert streaming.stats().streamed == LAYERS - (why == "a part")

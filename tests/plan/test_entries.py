@@ -41,7 +41,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     ({"vocab_size": 0}, f"vocab_size {OF} cannot be this; got 0"),
     ({"vocab_size": 300.0}, "got 300.0"),
-    ({"intermediate_size": [64, 64]}, "intermediate_size"),
+    ({"intermediate_size": [64, 0]}, f"intermediate_size {OF} cannot be this"),
+    ({"sliding_window_pattern": "LG"}, "sliding_window_pattern"),
     ({"max_position_embeddings": "many"}, "max_position_embeddings"),
     ({"sliding_window": -4}, "allowed: a whole number of at least 1, or null"),
     ({"layer_types": "full_attention"}, f"layer_types {OF} is no list of names"),
@@ -67,11 +68,25 @@ def test_a_value_that_no_model_can_have(changes: dict[str, Any], words: str) -> 
 @pytest.mark.parametrize(
     "changes",
     [{}, {"sliding_window": 0}, {"rms_norm_eps": 0.0}, {"model_type": "gpt2", "head_dim": 15, "rope_parameters": None},
-     {"model_type": "glm", "head_dim": 15, "partial_rotary_factor": 0.5}, {"pad_token_id": -1}],
+     {"model_type": "glm", "head_dim": 15, "partial_rotary_factor": 0.5}, {"pad_token_id": -1},
+     {"sliding_window_pattern": "LG", "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8},  # Exaone 4
+     {"num_local_experts": 0, "num_experts_per_tok": 0}, {"moe_intermediate_size": [64, 64]}],  # Granite 4, Hunyuan
     ids=str,
 )  # fmt: skip
 def test_a_value_that_some_models_have(changes: dict[str, Any]) -> None:
     ModelFacts.from_config(GOOD | changes)
+
+
+def test_sizes_of_each_layer_are_no_mistake_of_the_file() -> None:
+    with pytest.raises(UserError, match=r"intermediate_size .* is one for each layer, .*not supported yet; got \[64, 64\]"):
+        ModelFacts.from_config(GOOD | {"intermediate_size": [64, 64]})
+
+
+def test_no_experts_are_a_dense_mlp() -> None:
+    changes = {"model_type": "qwen3_moe", "num_experts": 0, "num_experts_per_tok": 8, "moe_intermediate_size": 16}
+    dense = ModelFacts.from_config(GOOD | changes)
+    assert dense.experts is None
+    assert dense.parameters == ModelFacts.from_config(GOOD).parameters
 
 
 @pytest.mark.parametrize(

@@ -177,8 +177,12 @@ class SFTConfig(BaseModel):
     offload_optimizer: bool | None = Field(
         None, description="Moments and fp32 masters in host memory, updated in pieces on the GPU; null lets the plan decide."
     )
-    memory_limit: Bytes | None = Field(None, description="GPU memory to plan for, and the most that a run takes; null is what the GPU has.")
-    host_memory: Bytes | None = Field(None, description="Host memory to plan for; null is 95% of what the machine or its cgroup has.")
+    memory_limit: Bytes | None = Field(
+        None, description="GPU memory to plan for, and the most that a run takes; null is what the GPU has."
+    )
+    host_memory: Bytes | None = Field(
+        None, description="Host memory to plan for; null is 95% of what the machine or its cgroup has."
+    )
     offload_folder: Folder | None = Field(
         None, description="Folder on a fast local disk for what layers keep and neither GPU nor host can hold; null is none."
     )

@@ -328,7 +328,9 @@ class Streaming:
         """The tape of the forward that runs; the first layer with a gradient begins a new one."""
         tape = None if self._tape is None else self._tape()
         if tape is None:
-            tape = Tape(self._policy, self._stores_on(device), self.plan.stream_back)
+            whole = {index for index, reason in enumerate(self.reasons) if reason is not None}
+            before_whole = frozenset(index - 1 for index in whole)
+            tape = Tape(self._policy, self._stores_on(device), self.plan.stream_back, before_whole)
             self._tape = weakref.ref(tape)  # the graph holds it: with the graph goes what it keeps
         return tape
 
@@ -343,6 +345,8 @@ class Streaming:
         known = known and not (torch.is_grad_enabled() and want_gradients(arguments.values()))
         if not known or self.general.dropout.cover(layer) is not None:
             self._counts.passed_on += 1
+            if self._stores is not None and torch.is_grad_enabled():
+                self._stores.land()  # as behind `before_whole`
             with self._watching(index, layer):
                 return checkpointed(function, *args)
         if index == self._streamed()[0] and arguments.get("megaspan_row") is None:

@@ -241,10 +241,11 @@ class Tape:
         policy: what each layer keeps.
         stores: where.
         by_tiles: see `Kept`.
+        before_whole: layers behind which one runs that does not stream, and lets go of nothing here.
     """
 
-    def __init__(self, policy: KeepPolicy, stores: Stores, by_tiles: bool) -> None:
-        self.policy, self.stores, self._by_tiles = policy, stores, by_tiles
+    def __init__(self, policy: KeepPolicy, stores: Stores, by_tiles: bool, before_whole: frozenset[int] = frozenset()) -> None:
+        self.policy, self.stores, self._by_tiles, self._before_whole = policy, stores, by_tiles, before_whole
         self._kept = [Kept(stores, by_tiles) for _ in policy.layers]
         self._forwards: list[Callable[[Tensor, Kept, Place | None], Tensor] | None] = [None] * len(policy.layers)
         self._last: tuple[int, weakref.ref[Tensor], int] | None = None
@@ -272,7 +273,7 @@ class Tape:
     def leave(self, index: int, y_BTE: Tensor) -> None:
         """A layer is done."""
         self._last = index, weakref.ref(y_BTE), y_BTE._version
-        if self._by_tiles and index == len(self._kept) - 1:
+        if index in self._before_whole or (self._by_tiles and index == len(self._kept) - 1):
             self.stores.land()  # the loss wants the room; otherwise the backward finds the last layer's still on the device
 
     def back_at(self, index: int, still_running: Callable[[], None]) -> Kept:

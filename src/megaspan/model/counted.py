@@ -105,10 +105,11 @@ def _share(name: str, parameter: Any, config: Any) -> float:
 
 
 def _numbers(config: Any) -> tuple[int, int]:
-    """Experts, and those that a token visits; 0 where the configuration does not say."""
+    """Experts, and those that a token visits; 0 where the configuration does not say, the most where it says of each layer."""
     text = config.get_text_config()
-    count, active = (next((int(n) for key in keys if (n := getattr(text, key, None))), 0) for keys in (_EXPERTS, _ACTIVE))
-    return count, active
+    count, active = (next((n for key in keys if (n := getattr(text, key, None))), 0) for keys in (_EXPERTS, _ACTIVE))
+    most, met = (max(n) if isinstance(n, list | tuple) else int(n) for n in (count, active))
+    return most, met
 
 
 def _experts(layers: Any, config: Any) -> Experts | None:

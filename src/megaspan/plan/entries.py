@@ -21,12 +21,18 @@ _SIZES = (
     "num_hidden_layers", "n_layer", "hidden_size", "n_embd", "num_attention_heads", "n_head", "num_key_value_heads",
     "head_dim", "intermediate_size", "n_inner", "vocab_size", "max_position_embeddings", "n_positions", "num_experts",
     "num_local_experts", "n_routed_experts", "num_experts_per_tok", "experts_per_token", "moe_intermediate_size",
-    "shared_expert_intermediate_size", "original_max_position_embeddings", "decoder_sparse_step", "sliding_window_pattern",
+    "shared_expert_intermediate_size", "original_max_position_embeddings", "decoder_sparse_step",
 )  # fmt: skip
 """Whole numbers of at least 1, where they are there."""
 
-_OR_NOTHING = ("sliding_window", "attention_chunk_size", "shared_expert_intermediate_size", "decoder_sparse_step")
-"""Of these 0 means none."""
+_OR_NOTHING = (
+    "sliding_window", "attention_chunk_size", "shared_expert_intermediate_size", "decoder_sparse_step", "num_experts",
+    "num_local_experts", "n_routed_experts", "num_experts_per_tok", "experts_per_token",
+)  # fmt: skip
+"""Of these 0 means none: Granite 4's dense models state no experts."""
+
+_OF_EACH_LAYER = ("moe_intermediate_size",)
+"""Hunyuan's files have a list of these."""
 
 _SWITCHES = ("tie_word_embeddings", "use_sliding_window")
 _EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "initializer_range")
@@ -54,7 +60,14 @@ def check_entries(text: Mapping[str, Any], switches: tuple[str, ...] = ()) -> No
         UserError: the first such value, by its key.
     """
     for keys, good, allowed in (
-        (set(_SIZES) - set(_OR_NOTHING), _is_size, "a whole number of at least 1"),
+        (set(_SIZES) - {*_OR_NOTHING, *_OF_EACH_LAYER}, _is_size, "a whole number of at least 1"),
+        (_OF_EACH_LAYER, lambda value: _is_size(value) or _are_sizes(value), "a whole number of at least 1"),
+        # Exaone 4's files write LLLG, and what it stands for in layer_types.
+        (
+            ("sliding_window_pattern",),
+            lambda value: _is_size(value) or (isinstance(value, str) and bool(text.get("layer_types"))),
+            "a whole number of at least 1",
+        ),
         (_OR_NOTHING, lambda value: _is_size(value) or value in (0, False), "a whole number of at least 1, or null"),
         ((*_SWITCHES, *switches), lambda value: isinstance(value, bool), "true or false"),
         (_EPSILONS, lambda value: _is_number(value) and value >= 0, "a number of at least 0, such as 1e-6"),
@@ -110,6 +123,9 @@ def check_padding(text: Mapping[str, Any]) -> None:
 
 def _check(entries: Mapping[str, Any], key: str, name: str, good: Callable[[Any], bool], allowed: str) -> None:
     value = entries.get(key)
+    if value is not None and not good(value) and key in _SIZES and _are_sizes(value):
+        what = f"{name} {_OF} is one for each layer, and layers of different sizes are not supported yet"
+        raise UserError(what, got=value, allowed="a whole number of at least 1", do="Choose a model of another family")
     if value is not None and not good(value):
         raise UserError(f"{name} {_OF} cannot be this", got=value, allowed=allowed, do=_DO)
 
@@ -132,6 +148,10 @@ def _check_experts(text: Mapping[str, Any]) -> None:
 
 def _is_size(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _are_sizes(value: Any) -> bool:
+    return isinstance(value, list | tuple) and bool(value) and all(map(_is_size, value))
 
 
 def _is_number(value: Any) -> bool:

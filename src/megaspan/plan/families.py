@@ -199,7 +199,7 @@ class Experts:
 def experts_of(config: Mapping[str, Any], model_type: str, layers: int) -> Experts | None:
     """The experts of a model, or None for a dense one."""
     scheme = FAMILIES.get(model_type, UNKNOWN).experts
-    if scheme is None:
+    if scheme is None or (scheme == "qwen" and config.get("num_experts") == 0):  # of which transformers makes dense layers
         return None
     count = need(config, "num_experts", "num_local_experts")
     active = need(config, "num_experts_per_tok", "experts_per_token")
