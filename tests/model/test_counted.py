@@ -150,3 +150,12 @@ def test_a_sharded_skeleton_counts_like_the_model() -> None:
     with torch.device("meta"):
         hollow = AutoModelForCausalLM.from_config(tiny_config("qwen3"))
     assert count(hollow) == count(tiny("qwen3"))
+
+
+def test_experts_stated_for_each_layer_are_counted_on_the_model(tmp_path: Path) -> None:
+    """Hunyuan's files have lists of them, of one number."""
+    each = {"num_experts": 4, "moe_topk": [2, 2], "moe_intermediate_size": [96, 96], "num_shared_expert": [1, 1], "head_dim": 16}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "hunyuan_v1_moe", **SIZES, **each}))
+    counts = counts_of(settings(model_name_or_path=str(tmp_path)))
+    assert counts is not None
+    assert counts.experts == Experts(4, 2, 96, 96, (True, True))
