@@ -154,7 +154,13 @@ def test_a_sharded_skeleton_counts_like_the_model() -> None:
 
 def test_experts_stated_for_each_layer_are_counted_on_the_model(tmp_path: Path) -> None:
     """Hunyuan's files have lists of them, of one number."""
-    each = {"num_experts": 4, "moe_topk": [2, 2], "moe_intermediate_size": [96, 96], "num_shared_expert": [1, 1], "head_dim": 16}
+    each = {
+        "num_experts": 4,
+        "moe_topk": [2, 2],
+        "moe_intermediate_size": [96, 96],
+        "num_shared_expert": [1, 1],
+        "head_dim": 16,
+    }
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "hunyuan_v1_moe", **SIZES, **each}))
     counts = counts_of(settings(model_name_or_path=str(tmp_path)))
     assert counts is not None
