@@ -25,6 +25,19 @@ def test_the_self_check_proves_every_family(family):
     assert prove_family(model) is None
 
 
+def test_a_norm_with_two_names_in_a_layer_is_two_norms():
+    plain = tiny("qwen3")
+    for layer in plain.model.layers:
+        layer.post_attention_layernorm = layer.input_layernorm
+        layer.self_attn.k_norm = layer.self_attn.q_norm
+    model = copy.deepcopy(plain)
+    install_attention(model)
+    Streaming(LayerPlan(5)).install(model)
+    data = batch(12)
+    want, got = (each(**data, use_cache=False).loss for each in (plain, model))
+    torch.testing.assert_close(got, want)
+
+
 def test_the_self_check_finds_a_class_that_does_something_else(monkeypatch):
     """A changed upstream class under the same module names takes the general path, still exact, and the reason says where."""
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer

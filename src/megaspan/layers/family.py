@@ -64,7 +64,8 @@ _FAMILIES = {
 
 def describe(layer: Any) -> Family | str:
     """The layer's family, or why it has none that is known here."""
-    children = dict(layer.named_children())
+    # Not `named_children`: it leaves out the second name of a module that has two, and a layer with one norm is another family.
+    children = {name: part for name, part in layer._modules.items() if part is not None}
     norms = frozenset(children) & _NORMS
     strange = set(children) - norms - {_ATTENTION, _MLP}
     if strange:
