@@ -29,5 +29,6 @@ def sink_gradient(d_out_tHD: Tensor, out_tHD: Tensor, lse_Ht: Tensor, sink_H: Te
         rows = slice(start, start + _TILE)
         delta_tH = (d_out_tHD[rows].to(lse_Ht.dtype) * out_tHD[rows].to(lse_Ht.dtype)).sum(-1)
         weight_Ht = torch.exp(sink_H.to(lse_Ht.dtype)[:, None] - lse_Ht[:, rows])
-        total_H -= (weight_Ht * delta_tH.transpose(0, 1)).sum(-1)
+        # In one order whatever the strides: of what has waited on the host they are others than of what has not.
+        total_H -= (weight_Ht * delta_tH.transpose(0, 1)).contiguous().sum(-1)
     return total_H.to(sink_H.dtype)
