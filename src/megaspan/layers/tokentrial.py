@@ -34,7 +34,8 @@ def why_not(module: nn.Module, width: int, like: Tensor, tried: set[str]) -> str
     """Why a module does not work token by token, in words that follow its name; None where it does.
 
     Args:
-        module: takes hidden states. Sharded weights of its own are gathered for the trial: all ranks call together.
+        module: takes hidden states. In the place of weights that are sharded it is tried with random ones: nothing is sent, so a
+            rank may try alone.
         width: of the hidden states.
         like: their device and type.
         tried: structures that were tried with other weights than they have, one for all layers of a model: random weights of an
@@ -45,9 +46,9 @@ def why_not(module: nn.Module, width: int, like: Tensor, tried: set[str]) -> str
     parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
     if len(parameters) != 1 or parameters[0].kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
         return "takes more than hidden states"
-    generator = torch.Generator(like.device).manual_seed(0)
-    x, other = (torch.randn(1, _TOKENS, width, device=like.device, dtype=like.dtype, generator=generator) for _ in range(2))
     try:
+        generator = torch.Generator(like.device).manual_seed(0)
+        x, other = (torch.randn(1, _TOKENS, width, device=like.device, dtype=like.dtype, generator=generator) for _ in range(2))
         part = _copied(module)
         with torch.no_grad(), _evaluating(part):
             if chooses(part, x):
@@ -67,12 +68,14 @@ def why_not(module: nn.Module, width: int, like: Tensor, tried: set[str]) -> str
 
 
 def _copied(module: nn.Module) -> nn.Module:
-    """A copy with whole weights."""
+    """A copy with whole weights: random ones where they are sharded."""
     made = copy.deepcopy(module)
     for each in made.modules():
         for name, parameter in each.named_parameters(recurse=False):
             if isinstance(parameter, DTensor):
-                setattr(each, name, nn.Parameter(parameter.full_tensor().detach(), parameter.requires_grad))
+                whole = torch.empty(parameter.shape, device=parameter.device, dtype=parameter.dtype)
+                random = _random(whole, torch.Generator(whole.device).manual_seed(2))
+                setattr(each, name, nn.Parameter(random, parameter.requires_grad))
     return made
 
 
