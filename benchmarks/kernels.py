@@ -3,8 +3,8 @@
 Rates count the arithmetic of the mask: 4 x D for each pair of a query and a key it sees forward, 10 x D backward (five products
 where the forward has two). The error is that of the output and of all gradients against the tiled kernel in fp32, on a row of
 at most 4,096 tokens of the same heads. A kernel that refuses says why. The median of several runs, after two to warm up.
-A row shorter than the window has one of a third of its tokens. The tiled products are timed on rows of 32,768 tokens at most: at
-131,072 they took half a minute a call.
+A row shorter than the window has one of a third of its tokens. The tiled products are timed on rows of 32,768 tokens at most:
+at 131,072 they took half a minute a call.
 """
 
 from __future__ import annotations

@@ -34,8 +34,8 @@ def why_not(module: nn.Module, width: int, like: Tensor, tried: set[str]) -> str
     """Why a module does not work token by token, in words that follow its name; None where it does.
 
     Args:
-        module: takes hidden states. In the place of weights that are sharded it is tried with random ones: nothing is sent, so a
-            rank may try alone.
+        module: takes hidden states. In the place of weights that are sharded it is tried with random ones: nothing is sent, so
+            a rank may try alone.
         width: of the hidden states.
         like: their device and type.
         tried: structures that were tried with other weights than they have, one for all layers of a model: random weights of an
