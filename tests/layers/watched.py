@@ -14,7 +14,6 @@ from megaspan.layers.stream import LayerRun
 from megaspan.layers.streamed import Streaming
 from megaspan.layers.tape import Kept, Tape
 from megaspan.memory.offload import LayerInputs
-from tests.plan.live import Live
 
 
 class Moment(NamedTuple):
@@ -34,16 +33,12 @@ class Watched:
     Attributes:
         device: most bytes of pieces on the device at each moment: kept there, on their way, fetched, or still held by anybody.
         host: most bytes of pieces on the host at each moment, in whole pages.
-        live: counts all tensors, where a test wants that.
-        peaks: of all tensors, where they are counted, at each moment: bytes when it began, and the most.
     """
 
     def __init__(self, streaming: Streaming) -> None:
         self.streaming, self.now = streaming, 0
         self.device: dict[Moment, int] = {}
         self.host: dict[Moment, int] = {}
-        self.live: Live | None = None
-        self.peaks: dict[Moment, tuple[int, int]] = {}
         self._sizes: dict[int, int] = {}
         self._at = Moment("between", 0)
 
@@ -59,11 +54,6 @@ class Watched:
 
     def enter(self, at: Moment) -> None:
         """Another moment begins."""
-        if self.live is not None:
-            begun, most = self.peaks.get(self._at, (self.live.now, 0))
-            self.peaks[self._at] = begun, max(most, self.live.peak)
-            self.live.restart()
-            self.peaks.setdefault(at, (self.live.now, 0))
         self._at = at
         self._look()
 
