@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ from megaspan.layers.stream import LayerRun
 from megaspan.layers.streamed import Streaming
 from megaspan.layers.tape import Kept, Tape
 from megaspan.memory.offload import LayerInputs
+from tests.plan.live import Storages
 
 
 class Moment(NamedTuple):
@@ -27,7 +27,7 @@ class Moment(NamedTuple):
     of: int = -1
 
 
-class Watched:
+class Watched(Storages):
     """Follows one model's steps.
 
     Attributes:
@@ -36,29 +36,21 @@ class Watched:
     """
 
     def __init__(self, streaming: Streaming) -> None:
-        self.streaming, self.now = streaming, 0
+        super().__init__()
+        self.streaming = streaming
         self.device: dict[Moment, int] = {}
         self.host: dict[Moment, int] = {}
-        self._sizes: dict[int, int] = {}
         self._at = Moment("between", 0)
 
     def add(self, tensor: torch.Tensor) -> None:
         """A store was given this tensor, or has made it."""
-        storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
-        if key not in self._sizes and size:
-            self._sizes[key] = size
-            self.now += size
-            weakref.finalize(storage, self._end, key)
+        self.follow(tensor)
         self._look()
 
     def enter(self, at: Moment) -> None:
         """Another moment begins."""
         self._at = at
         self._look()
-
-    def _end(self, key: int) -> None:
-        self.now -= self._sizes.pop(key, 0)
 
     def _look(self) -> None:
         stores = self.streaming._stores

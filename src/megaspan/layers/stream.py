@@ -177,7 +177,8 @@ class LayerRun:
     @torch.no_grad()
     def forward(self, x_BTE: Tensor, kept: Kept, place: Place | None) -> Tensor:
         """The layer's output; keeps attention's at `place`, unless it is kept already: then attention is not run."""
-        cuts, parts = self._tiles(x_BTE), list[Tensor]()
+        cuts = self._tiles(x_BTE)
+        parts: list[Tensor] = []
         with torch.autocast(**self.autocast):
             if not kept.has_outputs:
                 parts = self._attend(lambda cuts: (x_BTE[:, cut] for cut in cuts), cuts, kept, place)

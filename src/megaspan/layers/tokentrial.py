@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -49,8 +48,8 @@ def why_not(module: nn.Module, width: int, like: Tensor, tried: set[str]) -> str
     try:
         generator = torch.Generator(like.device).manual_seed(0)
         x, other = (torch.randn(1, _TOKENS, width, device=like.device, dtype=like.dtype, generator=generator) for _ in range(2))
-        part = _copied(module)
-        with torch.no_grad(), _evaluating(part):
+        part = _copied(module).eval()
+        with torch.no_grad():
             if chooses(part, x):
                 return "chooses experts"
             if (reason := _in_training(part, x) or _mixes(part, x, other)) is not None:
@@ -91,8 +90,6 @@ def _in_training(part: nn.Module, x: Tensor) -> str | None:
         part(x)
         draws = drew(before, x.device)
     changed = [name for name, buffer in part.named_buffers() if not torch.equal(buffer, buffers[name])]
-    for name, buffer in part.named_buffers():
-        buffer.copy_(buffers[name])
     part.eval()
     if draws:
         return "draws random numbers in its own code"
@@ -185,14 +182,3 @@ def _distance(got: Tensor, want: Tensor) -> float:
     """Relative, of the token that is farthest; infinite where either has a NaN."""
     distance = (got - want).double().norm(dim=-1) / want.double().norm(dim=-1).clamp(min=1e-30)
     return float(distance.nan_to_num(nan=float("inf")).max())
-
-
-@contextmanager
-def _evaluating(part: nn.Module) -> Iterator[None]:
-    training = [module for module in part.modules() if module.training]
-    part.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
