@@ -52,8 +52,8 @@ def seen(events: Iterable[Any]) -> dict[str, Any]:
 
     Returns:
         `busy`: a collective ran; `exposed`: and nothing was computed; `copies_exposed`: a copy between host and device ran, and
-        neither computation nor a collective; `idle`: nothing ran; `span`: from the first entry to the last; `kinds`: number and
-        seconds of each kind of collective.
+        neither computation nor a collective; `idle`: nothing ran; `span`: from the first entry to the last; `kinds`: number
+        and seconds of each kind of collective, and how many of those seconds nothing was computed.
     """
     collectives, rest = [], []
     for event in events:
@@ -62,13 +62,15 @@ def seen(events: Iterable[Any]) -> dict[str, Any]:
     copies, computed = device_spans(rest)
     told = overlap(sent, computed)
     moved = overlap(copies, np.concatenate([sent, computed]))
-    kinds: dict[str, list[float]] = {}
+    of_kind: dict[str, list[Any]] = {}
     for event in collectives:
-        if event.device_type().name == "CUDA" and not event.is_user_annotation():
-            found = _KIND.search(event.name())
-            entry = kinds.setdefault(found[0] if found else "other", [0, 0.0])
-            entry[0] += 1
-            entry[1] += event.duration_ns() / 1e9
+        found = _KIND.search(event.name())
+        of_kind.setdefault(found[0] if found else "other", []).append(event)
+    kinds: dict[str, list[float]] = {}
+    for name, members in of_kind.items():
+        _, spans = device_spans(members)
+        if len(spans):
+            kinds[name] = [len(spans), float(np.diff(spans).sum()) / 1e9, overlap(spans, computed).exposed]
     whole = np.concatenate([sent, computed, copies])
     return {
         "busy": told.copying,
@@ -93,6 +95,11 @@ def sentence(found: dict[str, Any], seconds: float | None) -> str:
         f"({100 * found['exposed'] / whole:.2f} %) while nothing is computed"
     ]
     if found["kinds"]:
-        parts.append(", ".join(f"{count:.0f} {kind} {1e3 * took:.0f} ms" for kind, (count, took) in found["kinds"].items()))
+        parts.append(
+            ", ".join(
+                f"{count:.0f} {kind} {1e3 * took:.0f} ms, {1e3 * bare:.0f} ms of them bare"
+                for kind, (count, took, bare) in found["kinds"].items()
+            )
+        )
     parts.append(f"copies that nothing hides {1e3 * found['copies_exposed']:.0f} ms, device idle {1e3 * found['idle']:.0f} ms")
     return "; ".join(parts)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from benchmarks.outcome import Outcome
 
-from benchmarks import adapter, case, compare, depth, kernels, record, rehearse, short
+from benchmarks import adapter, case, compare, depth, hiding, kernels, record, rehearse, short
 from megaspan import SFTConfig
 from megaspan.attention.tiled import TiledMath
 from megaspan.plan import Machine, ModelFacts, Plan, choose
@@ -189,7 +189,8 @@ def test_short_rows_run_in_turns_with_one_kernel(tmp_path, capsys, monkeypatch):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without a GPU is the point")
 @pytest.mark.parametrize(
-    "command", [depth.main, adapter.main, short.main, kernels.main, lambda given: rehearse.main(["tiny,64", *given])]
+    "command",
+    [depth.main, adapter.main, short.main, kernels.main, hiding.main, lambda given: rehearse.main(["tiny,64", *given])],
 )
 def test_without_a_gpu_they_say_so_at_once(command, capsys):
     assert command([]) == 2

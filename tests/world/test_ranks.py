@@ -10,8 +10,10 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from torch.distributed import TCPStore
 
 from megaspan import world
@@ -20,6 +22,7 @@ from tests.gloo import forked
 from tests.world.test_launchfile import FSDP2 as SET_BY_ACCELERATE
 
 TOY = Path(__file__).with_name("toy_script.py")
+PRIORITY = "TORCH_NCCL_HIGH_PRIORITY"
 TORCHRUN = ["torch.distributed.run", "--nproc-per-node", "2"]
 FSDP2 = """
 compute_environment: LOCAL_MACHINE
@@ -111,6 +114,24 @@ def test_a_script_on_two_gpus():
     done = run(*TORCHRUN, str(TOY), "gpu", "cp_size=2")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("all 8\n") == 2
+    assert done.stdout.count("before attention True\n") == 2
+
+
+@pytest.mark.parametrize(("given", "wanted"), [(None, "1"), ("0", "0")])
+def test_collectives_between_gpus_come_before_attention(given, wanted, monkeypatch):
+    """NCCL reads the environment when a group is made, and a user's own word counts."""
+    seen = []
+    monkeypatch.setattr("torch.cuda.set_device", lambda device: None)
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: False)
+    monkeypatch.setattr("torch.distributed.init_process_group", lambda *_, **__: seen.append(os.environ.get(PRIORITY)))
+    monkeypatch.setattr("megaspan.world.ranks.device_axes", lambda mesh, kind: SimpleNamespace(set_timeout=lambda limit: None))
+    monkeypatch.setenv(PRIORITY, given or "")
+    if given is None:
+        monkeypatch.delenv(PRIORITY)
+    heart = SimpleNamespace(beat=lambda *_: None, meshes=[])
+    place = SimpleNamespace(ranks=2, sizes=(1, 1, 2, 1))
+    world.Ranks(place, torch.device("cuda", 0), heart).connect()
+    assert seen == [wanted]
 
 
 @pytest.mark.parametrize(

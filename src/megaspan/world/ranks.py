@@ -8,6 +8,7 @@ collective (tokenising, which one rank does while the others wait for its lock) 
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -96,6 +97,9 @@ class Ranks:
             torch.cuda.set_device(self.device)
         ours = not dist.is_initialized()
         if ours:
+            # An attention kernel queues thousands of blocks. A collective of equal rank gets its turn behind the last of
+            # them, so that keys meant to come behind attention came after it; torch reads this when it makes a group.
+            os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if cuda else "gloo",
                 timeout=COLLECTIVE_TIMEOUT,
