@@ -1,14 +1,16 @@
 """A head group on its way to where it is attended, and its gradients on the way back (`context.py`).
 
 What waits here is of one head group: 0.13 GB of queries, 0.5 GB of keys and values of Qwen3-8B at 1,048,576 tokens on each of
-8 ranks. It is let go of as soon as it is read.
+8 ranks, 1 GB of their gradients in fp32. It is let go of as soon as it is read, and made when a call has brought it. Of the
+0.6B shape at 1,048,576 tokens on 2 ranks, two KV heads at once, that is 3.8 GB of 31 less at the peak of a step: own keys that
+no call reads, gradients of them that nobody has yet, keys' gradients in fp32 whole, sums that have arrived and been read.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TypeAlias, final
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -20,22 +22,27 @@ from megaspan.attention.ulysses import HeadSplit
 Two: TypeAlias = tuple[OnTheWay, OnTheWay]
 """Each on its own: two that travel together would be copied apart when they arrive."""
 
+# Of a key's gradient, in fp32 at once while it is added to the sums: 64 MiB, where all of it may be 1 GB.
+_CAST_ELEMENTS = 2**24
+
 
 @final
 class Started:
     """A head group on its way; good for one `attend` or `attend_backward`."""
 
-    def __init__(self, split: HeadSplit, q: OnTheWay, kv: Two, pool: OnTheWay | None, outputs: Two | None) -> None:
+    def __init__(self, split: HeadSplit, q: OnTheWay, own: Two | None, pool: OnTheWay | None, outputs: Two | None) -> None:
         self.split = split
-        self._q, self._kv, self._pool, self._outputs = q, kv, pool, outputs
+        self._q, self._own, self._pool, self._outputs = q, own, pool, outputs
 
     def queries(self) -> Tensor:
         """The group's queries [slots, H, D]."""
         return self._q.land()
 
     def own(self) -> tuple[Tensor, Tensor]:
-        """Keys and values of this rank's own shard, [slots, G, D] each."""
-        return self._kv[0].land(), self._kv[1].land()
+        """Keys and values that the call on this rank's own keys reads, [keys, G, D] each, once: the memory is the caller's."""
+        assert self._own is not None
+        (k, v), self._own = self._own, None
+        return k.land(), v.land()
 
     def outputs(self) -> tuple[Tensor, Tensor]:
         """Attention's output and its gradient [slots, H, D], once."""
@@ -56,25 +63,92 @@ class Started:
             self._pool.land()
 
 
-@dataclass(frozen=True, eq=False)
+@final
 class Gradients:
-    """Where the gradients of a head group's calls are summed: queries, own keys and values, and those of the pool if any."""
+    """Gradients of a head group's calls until they go home: of queries, of own keys and values, and of those of the pool.
 
-    dq: Tensor
-    d_kv: Tensor
-    d_pool: Tensor | None
+    Args:
+        pool_tokens: size of the pool.
+        sums: what gradients of several calls and ranks are summed in.
+
+    Attributes:
+        own: slots, dk and dv of the call on own keys, None without one.
+    """
+
+    def __init__(self, pool_tokens: int, sums: torch.dtype) -> None:
+        self._pool_tokens, self._sums = pool_tokens, sums
+        self._dq: list[tuple[slice, Tensor]] = []
+        self._d_pool: Tensor | None = None
+        self.own: tuple[slice, Tensor, Tensor] | None = None
 
     def add(self, call: Call, keys: Tensor, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
         """One call's. Only the pool's keys are in several calls, none of them twice in one."""
-        self.dq[call.queries] = dq
-        if self.d_pool is None or call.local:
-            self.d_kv[call.keys, 0], self.d_kv[call.keys, 1] = dk, dv
+        self._dq.append((call.queries, dq))
+        if call.local:
+            self.own = call.keys, dk, dv
             return
+        d_pool, places = self.pool(dk), keys[call.keys]
+        step = max(1, _CAST_ELEMENTS // dk[0].numel())
         for number, gradient in enumerate((dk, dv)):
-            self.d_pool[:, number].index_add_(0, keys[call.keys], gradient.to(self.d_pool.dtype))
+            for part, place in zip(gradient.split(step), places.split(step), strict=True):
+                d_pool[:, number].index_add_(0, place, part.to(d_pool.dtype))
+
+    def pool(self, like: Tensor) -> Tensor:
+        """Sums of the pool's keys and values, [pool_tokens, 2, G, D] for `like` [..., G, D]; 0 where no call has added any."""
+        if self._d_pool is None:
+            self._d_pool = like.new_zeros(self._pool_tokens, 2, *like.shape[1:], dtype=self._sums)
+        return self._d_pool
+
+    def queries(self, q_THD: Tensor) -> Tensor:
+        """dq of all slots, once, 0 where no call had a query; made like `q_THD` where it is not one call's."""
+        parts, self._dq = self._dq, []
+        if len(parts) == 1 and len(parts[0][1]) == len(q_THD):
+            return parts[0][1]
+        dq, stop = torch.empty_like(q_THD), 0
+        for rows, part in sorted(parts, key=lambda each: each[0].start):
+            dq[stop : rows.start], dq[rows], stop = 0, part, rows.stop
+        dq[stop:] = 0
+        return dq
 
 
-@dataclass(frozen=True, eq=False)
+@final
+class KeyGradients:
+    """dk and dv of this rank's shard, [slots, 2, G, D]: what comes home from the pool, and those of the call on own keys.
+
+    Args:
+        slots: of the shard.
+        like: any tensor [..., G, D] where gradients are.
+        dtype: what they are given out in.
+        own: slots, dk and dv of the call on own keys.
+        home: sums that are on their way; None where nothing is.
+    """
+
+    def __init__(
+        self,
+        slots: int,
+        like: Tensor,
+        dtype: torch.dtype,
+        own: tuple[slice, Tensor, Tensor] | None,
+        home: OnTheWay | None = None,
+    ) -> None:
+        self._size, self._like, self._own, self._home = (slots, 2), like[:0], own, home
+        self._dtype = dtype
+
+    def land(self) -> Tensor:
+        """All of them, 0 in padding slots, once."""
+        own, home, self._own, self._home = self._own, self._home, None, None
+        sums = None if home is None else home.land()  # before there is more: what was sent is let go of
+        d_kv = self._like.new_zeros(*self._size, *self._like.shape[1:], dtype=self._dtype)
+        if sums is not None:
+            d_kv[: len(sums)] = sums
+        if own is not None:
+            # A slot belongs to a cut document or to a whole one: where both have something, what came home is zero.
+            keys, *parts = own
+            d_kv[keys, 0], d_kv[keys, 1] = parts
+        return d_kv
+
+
+@final
 class Going:
     """Gradients of a head group on their way to the ranks that hold the tokens.
 
@@ -83,26 +157,29 @@ class Going:
             gradient. In fp32 (fp64). None without sinks.
     """
 
-    d_sink_H: Tensor | None
-    _dq: OnTheWay
-    _d_kv: OnTheWay | Two
-    _home: OnTheWay | None
-    _sp: dist.ProcessGroup | None
-    _split: HeadSplit
+    def __init__(
+        self,
+        d_sink_H: Tensor | None,
+        dq: OnTheWay,
+        d_kv: OnTheWay | Two | KeyGradients,
+        sp: dist.ProcessGroup | None,
+        split: HeadSplit,
+    ) -> None:
+        self.d_sink_H = d_sink_H
+        self._going: tuple[OnTheWay, OnTheWay | Two | KeyGradients] | None = (dq, d_kv)
+        self._sp, self._split = sp, split
 
     def land(self) -> tuple[Tensor, Tensor, Tensor]:
         """dq [t, H, D], dk and dv [t, G, D] of this rank's tokens, in q's dtype, once. All ranks call it."""
-        dq = self._dq.land()
-        if not isinstance(self._d_kv, OnTheWay):
-            dk, dv = (part.land() for part in self._d_kv)
+        assert self._going is not None, "the gradients of a head group land once"
+        (going, keys), self._going = self._going, None
+        dq = going.land()
+        if isinstance(keys, tuple):
+            dk, dv = (part.land() for part in keys)
             return dq, dk.to(dq.dtype), dv.to(dq.dtype)
-        d_kv, sp = self._d_kv.land(), self._sp
-        if self._home is not None:
-            home = self._home.land()
-            # A slot belongs to a cut document or to a whole one: one of the two is zero here, so nothing is rounded twice.
-            d_kv[: len(home)] += home.to(d_kv.dtype)
-            if sp is not None:
-                d_kv = to_tokens(d_kv, sp, self._split.replicas).land()
+        d_kv = keys.land()
+        if isinstance(keys, KeyGradients) and self._sp is not None:
+            d_kv = to_tokens(d_kv, self._sp, self._split.replicas).land()
         dk, dv = d_kv.to(dq.dtype).unbind(1)
         return dq, dk, dv
 
