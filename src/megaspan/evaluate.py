@@ -27,7 +27,7 @@ from megaspan.human import UserError, format_tokens
 from megaspan.layers.head import head_of
 from megaspan.layers.loss import linear_cross_entropy, tile_tokens_for
 from megaspan.model import check_token_ids, load_model, load_tokenizer, prepare
-from megaspan.world import device, set_allocator
+from megaspan.world import device, keep_kernels, set_allocator
 
 BUCKETS = 16
 
@@ -112,6 +112,7 @@ def evaluate_command(what: str, flags: list[str]) -> dict[str, Any]:
         UserError: `what` is none of the three.
     """
     set_allocator()
+    keep_kernels()
     config = _on_one_device(_config_of(what, flags))
     if config.dataset_name is None and config.datasets is None:
         raise UserError(

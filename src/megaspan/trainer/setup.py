@@ -72,6 +72,7 @@ def set_up(
     check_trackers(args.report_to)
     check_optim(args)
     world.set_allocator()
+    world.keep_kernels()
     device = ranks.device
     if args.memory_limit and device.type != "cuda":
         raise UserError(

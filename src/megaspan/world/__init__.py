@@ -35,6 +35,7 @@ from megaspan.world.host import cores as cores
 from megaspan.world.host import host_limit as host_limit
 from megaspan.world.host import memlock_limit as memlock_limit
 from megaspan.world.host import peak_host_bytes as peak_host_bytes
+from megaspan.world.kernelcache import keep_kernels as keep_kernels
 from megaspan.world.launched import OWN_ROLE as OWN_ROLE
 from megaspan.world.launched import Launch as Launch
 from megaspan.world.launched import follow_parent as follow_parent

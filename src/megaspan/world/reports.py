@@ -9,6 +9,7 @@ from typing import Any
 from megaspan.human import format_bytes
 from megaspan.world.gpu import gpus, set_allocator
 from megaspan.world.host import cgroup_limit, cores, host_limit, memlock_limit
+from megaspan.world.kernelcache import keep_kernels
 from megaspan.world.launched import launch
 
 PACKAGES = (
@@ -32,7 +33,7 @@ def environment_report() -> dict[str, Any]:
     import torch
 
     cuda = torch.cuda.is_available()
-    setting = set_allocator()
+    setting, kept = set_allocator(), keep_kernels()
     limit, source = host_limit()
     group, memlock = cgroup_limit(), memlock_limit()
     found = gpus()
@@ -47,6 +48,7 @@ def environment_report() -> dict[str, Any]:
         "gpus": [{"name": gpu.name, "memory": format_bytes(gpu.total_bytes)} for gpu in found],
         "torch_uses_gpu": cuda,
         "attention_kernels": _kernels(cuda),
+        "compiled_kernels": kept,
         "expandable_segments": f"{'on' if setting.expandable else 'off'} ({setting.reason})",
         "host_memory": f"{format_bytes(limit)} ({source})",
         "cgroup_limit": format_bytes(group) if group is not None else "none",
