@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from megaspan import cli
 from megaspan.config import SFTConfig
@@ -77,6 +79,52 @@ def test_a_value_that_some_models_have(changes: dict[str, Any]) -> None:
     ModelFacts.from_config(GOOD | changes)
 
 
+NULLS: list[tuple[str, dict[str, Any], str]] = [
+    ("gemma3_text", {"sliding_window": None}, "sliding_window"),
+    ("gemma3_text", {"sliding_window": None, "layer_types": ["full_attention"] * 2}, "sliding_window"),
+    ("gemma3_text", {"sliding_window": 8, "attention_dropout": None}, "attention_dropout"),
+    ("gemma3_text", {"sliding_window": 8, "sliding_window_pattern": None}, "sliding_window_pattern"),
+    ("gemma2", {"sliding_window": None}, "sliding_window"),
+    ("olmo3", {"sliding_window": None}, "sliding_window"),
+    ("gpt_oss", {"sliding_window": None, "num_local_experts": 4, "num_experts_per_tok": 2}, "sliding_window"),
+    ("cohere2", {"sliding_window": None}, "sliding_window"),
+    ("cohere2", {"sliding_window": 8, "head_dim": None, "hidden_size": 64}, "head_dim"),
+    ("cohere", {"logit_scale": None}, "logit_scale"),
+    ("cohere", {"layer_norm_eps": None}, "layer_norm_eps"),
+    ("ministral", {"sliding_window": None}, "sliding_window"),
+    ("exaone4", {"sliding_window": None}, "sliding_window"),
+    ("exaone4", {"sliding_window": 8, "sliding_window_pattern": None}, "sliding_window_pattern"),
+    ("hunyuan_v1_dense", {"head_dim": None, "hidden_size": 64}, "head_dim"),
+    ("llama", {"attention_dropout": None}, "attention_dropout"),
+]
+"""A family, what its file writes as null, and the key to blame."""
+
+
+@pytest.mark.parametrize(("kind", "changes", "key"), NULLS, ids=lambda value: str(value)[:40])
+def test_a_null_that_transformers_computes_with(tmp_path: Path, kind: str, changes: dict[str, Any], key: str) -> None:
+    entries = GOOD | {"model_type": kind, "architectures": None, "pad_token_id": None, "eos_token_id": None} | changes
+    del entries["rope_parameters"]
+    with pytest.raises(UserError, match=rf"^{key} of .*got null.*config\.json"):
+        ModelFacts.from_config(entries)
+    (tmp_path / "config.json").write_text(json.dumps(entries))  # and plain transformers cannot build or run it
+    with pytest.raises((TypeError, ValueError, ZeroDivisionError)):
+        _run_plain(tmp_path)
+
+
+def _run_plain(folder: Path) -> None:
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    model(input_ids=torch.arange(3, 12)[None], use_cache=False)
+
+
+def test_a_pattern_of_one_means_no_windows() -> None:
+    """And Exaone's layers may all see everything; Mistral's file says so with a null."""
+    gemma = GOOD | {"model_type": "gemma3_text", "sliding_window": 8, "sliding_window_pattern": 1}
+    exaone = GOOD | {"model_type": "exaone4", "sliding_window": None, "layer_types": ["full_attention"] * 2}
+    mistral = GOOD | {"model_type": "mistral", "sliding_window": None}
+    for entries in (gemma, exaone, mistral):
+        assert ModelFacts.from_config(entries).layer_types == ("full_attention", "full_attention")
+
+
 def test_sizes_of_each_layer_are_no_mistake_of_the_file() -> None:
     with pytest.raises(UserError, match=r"intermediate_size .* is one for each layer, .*not supported yet; got \[64, 64\]"):
         ModelFacts.from_config(GOOD | {"intermediate_size": [64, 64]})
@@ -95,6 +143,7 @@ def test_no_experts_are_a_dense_mlp() -> None:
         {"head_dim": 15},
         {"tie_word_embeddings": "yes"},
         {"pad_token_id": 300},
+        {"attention_dropout": None},
         {"rope_parameters": {"rope_theta": 1e4, "full_attention": {}}},
     ],
 )

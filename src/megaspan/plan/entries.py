@@ -45,16 +45,20 @@ _SHARES = (
     "attention_dropout", "attn_pdrop", "dropout", "embd_pdrop", "embedding_dropout", "hidden_dropout", "resid_pdrop",
     "residual_dropout",
 )  # fmt: skip
+_NEVER_NULL = (*_SHARES, "layer_norm_eps")
+"""Some families' configurations pass a null on, and their layers compute with it; the others' refuse it themselves."""
+
 _IN_ROPE = ("rope_theta", "factor", "partial_rotary_factor", "original_max_position_embeddings")
 _TEXTS = ("model_type", "hidden_act", "hidden_activation", "dtype", "torch_dtype")
 
 
-def check_entries(text: Mapping[str, Any], switches: tuple[str, ...] = ()) -> None:
+def check_entries(text: Mapping[str, Any], switches: tuple[str, ...] = (), numbers: tuple[str, ...] = ()) -> None:
     """Refuse values that no model can have, and sizes that cannot stand together.
 
     Args:
         text: the contents of a `config.json`, its language part where it has several.
         switches: further keys of the family that are true or false.
+        numbers: further keys of the family that are numbers and never null.
 
     Raises:
         UserError: the first such value, by its key.
@@ -78,6 +82,10 @@ def check_entries(text: Mapping[str, Any], switches: tuple[str, ...] = ()) -> No
     ):
         for key in keys:
             _check(text, key, key, good, allowed)
+    for key in (*_NEVER_NULL, *numbers):
+        if key in text and text[key] is None:
+            what = f"{key} {_OF} is null, and the layers of this family compute with it"
+            raise UserError(what, found="null", allowed="a number", do=f"{_DO}, or remove the line")
     for name, entry in _rope_entries(text):
         nested = {isinstance(value, Mapping) for value in entry.values() if value is not None}
         if len(nested) > 1:

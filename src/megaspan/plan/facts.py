@@ -169,7 +169,7 @@ class ModelFacts:
         text = text_config(config)
         model_type = str(text.get("model_type", ""))
         family = FAMILIES.get(model_type, UNKNOWN)
-        check_entries(text, families.switches(model_type))
+        check_entries(text, families.switches(model_type), families.numbers(model_type))
         layers = families.need(text, "num_hidden_layers", "n_layer")
         hidden = families.need(text, "hidden_size", "n_embd")
         heads = families.need(text, "num_attention_heads", "n_head")

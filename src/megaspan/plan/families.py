@@ -109,6 +109,20 @@ _DEFAULTS: dict[tuple[str, str], bool] = {
     ("seed_oss", "attention_bias"): True,
     ("starcoder2", "use_bias"): True,
 }
+# Keys that a configuration of the family may leave out and may not write as null: transformers passes it on to sums and masks.
+_NUMBERS: dict[str, tuple[str, ...]] = {
+    "ministral": ("head_dim", "sliding_window"),
+    "gemma2": ("sliding_window",),
+    "gemma3_text": ("sliding_window",),
+    "gpt_oss": ("sliding_window",),
+    "qwen2_moe": ("num_key_value_heads",),
+    "olmo3": ("sliding_window",),
+    "cohere": ("logit_scale",),
+    "cohere2": ("head_dim", "sliding_window"),
+    "hunyuan_v1_dense": ("head_dim",),
+}
+# Families whose pattern of windows a configuration may state.
+_PATTERNED = ("gemma3_text", "cohere2", "exaone4")
 
 
 def has(config: Mapping[str, Any], model_type: str, bias: Bias | None) -> bool:
@@ -124,6 +138,11 @@ def switches(model_type: str) -> tuple[str, ...]:
     family = FAMILIES.get(model_type, UNKNOWN)
     keys = (family.qkv_bias, family.out_bias, family.mlp_bias, family.qk_norm_key)
     return tuple(key for key in keys if isinstance(key, str))
+
+
+def numbers(model_type: str) -> tuple[str, ...]:
+    """Keys of a family's configuration that are numbers and never null."""
+    return _NUMBERS.get(model_type, ())
 
 
 def need(config: Mapping[str, Any], *names: str) -> int:
@@ -222,14 +241,32 @@ def moe_parameters(model_type: str, hidden: int, experts: Experts) -> int:
 
 
 def layer_types_of(config: Mapping[str, Any], model_type: str, layers: int) -> tuple[str, ...]:
-    """`full_attention` or `sliding_attention` for each layer."""
+    """`full_attention` or `sliding_attention` for each layer.
+
+    Raises:
+        UserError: the pattern of the family has layers with a window, and the configuration says that there is none.
+    """
     given = config.get("layer_types")
     if given:
         return tuple(str(kind) for kind in given[:layers])
     every = FAMILIES.get(model_type, UNKNOWN).window_every
-    every = int(config.get("sliding_window_pattern") or every) if every > 1 else every
-    if not every or not config.get("sliding_window"):
-        return ("full_attention",) * layers
-    if every == 1:
-        return ("sliding_attention",) * layers
-    return tuple("sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(layers))
+    window = config.get("sliding_window")
+    if every < 2:
+        return ("sliding_attention" if every and window else "full_attention",) * layers
+    if model_type in _PATTERNED and "sliding_window_pattern" in config:
+        if config["sliding_window_pattern"] is None:
+            raise _no_window("sliding_window_pattern", None)
+        every = int(config["sliding_window_pattern"])
+    types = tuple("sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(layers))
+    if "sliding_attention" in types and "sliding_window" in config and not window:
+        raise _no_window("sliding_window", window)
+    return types if window else ("full_attention",) * layers
+
+
+def _no_window(key: str, value: int | None) -> UserError:
+    return UserError(
+        f"{key} of the model's configuration cannot be this: layers of its family have a window",
+        found="null" if value is None else str(value),
+        allowed="a whole number of at least 1",
+        do="Correct it in the model's config.json; where every layer sees all tokens, layer_types says so for each",
+    )
