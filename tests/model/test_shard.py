@@ -6,6 +6,7 @@ import copy
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from megaspan.model.load import load_model
 from megaspan.model.shard import materialise, reset, shard, sharding_mesh, shards
 from megaspan.model.sharded import load_sharded
 from megaspan.model.source import Source
+from megaspan.model.tables import gathered_head
 from megaspan.optimizer import Optimizer
 from megaspan.plan.states import StatePlan
 from megaspan.world.axes import Mesh, device_axes
@@ -237,6 +239,31 @@ def the_embedding_is_not_held_to_the_end_of_the_backward(rank: int, world: int) 
     assert [float(gradient[word].mean()) for word in (1, 5, 2)] == [2 * world, world, 0]
 
 
+def the_output_layer_is_not_held_beside_the_layers_backward(rank: int, world: int, tied: bool, chunked: bool) -> None:
+    """The loss's graph holds its leaf; the memory is given back with the gradient, when the layers' backward has not begun."""
+    model: Any = tiny("qwen3", tied=tied)
+    shard(model, mesh_of(world), masters=True, compute=torch.float32)
+    prepare(model, settings(), plan())
+    cut = shards(model)
+    assert cut is not None
+    table = next(each for each in cut.tables if each.holds(model.lm_head.weight))
+    row = batch(12, seed=rank)
+    leaves: list[torch.Tensor] = []
+    gather = table._gather
+    with patch.object(table, "_gather", lambda: (leaves.append(gather()), leaves[-1])[1]):
+        if chunked:
+            loss = model(**row).loss
+        else:
+            with gathered_head(model):
+                loss = (model.model(row["input_ids"])[0] @ model.lm_head.weight.T).square().mean()
+    assert leaves[-1].untyped_storage().nbytes() == leaves[-1].nbytes, "a backward may read it"
+    loss.backward()
+    assert leaves[-1].untyped_storage().nbytes() == 0
+    assert loss.grad_fn is not None
+    gradient = whole(model.lm_head.weight.grad)
+    assert bool(gradient.abs().sum() > 0)
+
+
 def a_step_that_was_broken_off_leaves_shards(rank: int, world: int) -> None:
     model = tiny("qwen3", layers=2)
     shard(model, mesh_of(world), masters=True, compute=torch.float32)
@@ -407,6 +434,9 @@ def test_two_ranks(tmp_path):
             (pure_bf16, ()),
             (weights_without_gradients_are_not_reduced, ()),
             (the_embedding_is_not_held_to_the_end_of_the_backward, ()),
+            (the_output_layer_is_not_held_beside_the_layers_backward, (True, True)),
+            (the_output_layer_is_not_held_beside_the_layers_backward, (False, True)),
+            (the_output_layer_is_not_held_beside_the_layers_backward, (True, False)),
             (a_step_that_was_broken_off_leaves_shards, ()),
             (random_weights_are_those_of_one_device, ("gemma3", True, torch.bfloat16)),
             (random_weights_are_those_of_one_device, ("gpt_oss", False, torch.float32)),
