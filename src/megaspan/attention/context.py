@@ -198,7 +198,7 @@ class ContextPlan:
         sp, split, sums = self.ranks.sp, started.split, lse_HT.dtype
         sink = self._own_sinks(split, sink_H, q.dtype)
         d_sink = None if sink is None else torch.zeros_like(sink)
-        into, kv_dtype = Gradients(self.gather.exchange.pool_tokens, sums), sums if split.replicas > 1 else q.dtype
+        found, kv_dtype = Gradients(), sums if split.replicas > 1 else q.dtype
         for call, segments, k, v in self._calls(started):
             rows = call.queries
             kernel, settled = settle(q[rows], k, v, replace(scoring, window=call.window), kernels=kernels, segments=segments)
@@ -211,18 +211,18 @@ class ContextPlan:
                 # Ranks that share a KV head add up what they send.
                 dk, dv = (self._to_tokens(part.to(kv_dtype), split.replicas) for part in parts[1:])
                 return Going(self._all_sinks(split, d_sink), self._to_tokens(parts[0]), (dk, dv), sp, split)
-            into.add(call, self.keys, *parts)
+            found.add(call, *parts)
             del parts, k, v
         del out, d_out
-        like = q.new_empty(0, split.rounds, q.shape[2])  # a key's gradient
+        dq, like_GD = found.queries(q), q.new_empty(0, split.rounds, q.shape[2])
         d_kv: OnTheWay | KeyGradients
         if self.exchanges:
-            home = self.gather.take_home(into.pool(like))
-            d_kv = KeyGradients(self.slots, like, kv_dtype, into.own, home)
+            d_pool = found.pool(self.gather.exchange.pool_tokens, self.keys, like_GD, sums)
+            d_kv = KeyGradients(self.slots, like_GD, kv_dtype, found.own(), self.gather.take_home(d_pool))
         else:
-            whole = KeyGradients(self.slots, like, kv_dtype, into.own).land()
+            whole = KeyGradients(self.slots, like_GD, kv_dtype, found.own()).land()
             d_kv = OnTheWay(whole) if sp is None else to_tokens(whole, sp, split.replicas)
-        return Going(self._all_sinks(split, d_sink), self._to_tokens(into.queries(q)), d_kv, sp, split)
+        return Going(self._all_sinks(split, d_sink), self._to_tokens(dq), d_kv, sp, split)
 
     def _calls(self, started: Started) -> Iterator[tuple[Call, Segments, Tensor, Tensor]]:
         """The calls with their keys and values; what has been brought is waited for when the first call wants it."""

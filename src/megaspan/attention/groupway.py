@@ -18,12 +18,11 @@ from megaspan.attention.heads import to_tokens
 from megaspan.attention.onway import OnTheWay
 from megaspan.attention.slices import Call
 from megaspan.attention.ulysses import HeadSplit
+from megaspan.plan.over_ranks import CAST_ELEMENTS
 
 Two: TypeAlias = tuple[OnTheWay, OnTheWay]
 """Each on its own: two that travel together would be copied apart when they arrive."""
 
-# Of a key's gradient, in fp32 at once while it is added to the sums: 64 MiB, where all of it may be 1 GB.
-_CAST_ELEMENTS = 2**24
 
 
 @final
@@ -65,39 +64,23 @@ class Started:
 
 @final
 class Gradients:
-    """Gradients of a head group's calls until they go home: of queries, of own keys and values, and of those of the pool.
+    """Gradients of a head group's calls, as they came: their sums are made when the last kernel has let go of its scratch.
 
-    Args:
-        pool_tokens: size of the pool.
-        sums: what gradients of several calls and ranks are summed in.
-
-    Attributes:
-        own: slots, dk and dv of the call on own keys, None without one.
+    A call's dk and dv are 2 bytes a number, their sums 4; beside a kernel there is room for the smaller of the two only.
     """
 
-    def __init__(self, pool_tokens: int, sums: torch.dtype) -> None:
-        self._pool_tokens, self._sums = pool_tokens, sums
+    def __init__(self) -> None:
         self._dq: list[tuple[slice, Tensor]] = []
-        self._d_pool: Tensor | None = None
-        self.own: tuple[slice, Tensor, Tensor] | None = None
+        self._of_pool: list[tuple[slice, Tensor, Tensor]] = []
+        self._own: tuple[slice, Tensor, Tensor] | None = None
 
-    def add(self, call: Call, keys: Tensor, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
-        """One call's. Only the pool's keys are in several calls, none of them twice in one."""
+    def add(self, call: Call, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
+        """One call's."""
         self._dq.append((call.queries, dq))
         if call.local:
-            self.own = call.keys, dk, dv
-            return
-        d_pool, places = self.pool(dk), keys[call.keys]
-        step = max(1, _CAST_ELEMENTS // dk[0].numel())
-        for number, gradient in enumerate((dk, dv)):
-            for part, place in zip(gradient.split(step), places.split(step), strict=True):
-                d_pool[:, number].index_add_(0, place, part.to(d_pool.dtype))
-
-    def pool(self, like: Tensor) -> Tensor:
-        """Sums of the pool's keys and values, [pool_tokens, 2, G, D] for `like` [..., G, D]; 0 where no call has added any."""
-        if self._d_pool is None:
-            self._d_pool = like.new_zeros(self._pool_tokens, 2, *like.shape[1:], dtype=self._sums)
-        return self._d_pool
+            self._own = call.keys, dk, dv
+        else:
+            self._of_pool.append((call.keys, dk, dv))
 
     def queries(self, q_THD: Tensor) -> Tensor:
         """dq of all slots, once, 0 where no call had a query; made like `q_THD` where it is not one call's."""
@@ -109,6 +92,30 @@ class Gradients:
             dq[stop : rows.start], dq[rows], stop = 0, part, rows.stop
         dq[stop:] = 0
         return dq
+
+    def pool(self, tokens: int, keys: Tensor, like_GD: Tensor, sums: torch.dtype) -> Tensor:
+        """Sums of the pool's keys and values, [tokens, 2, G, D], once; 0 where no call read any.
+
+        Args:
+            tokens: size of the pool.
+            keys: slots of the pool that the calls' keys are, none of them twice in one call.
+            like_GD: any tensor [..., G, D] where gradients are.
+            sums: what they are summed in.
+        """
+        parts, self._of_pool = self._of_pool, []
+        d_pool = like_GD.new_zeros(tokens, 2, *like_GD.shape[-2:], dtype=sums)
+        step = max(1, CAST_ELEMENTS // d_pool[:1, 0].numel())
+        while parts:
+            part, *gradients = parts.pop(0)
+            for number, gradient in enumerate(gradients):
+                for some, places in zip(gradient.split(step), keys[part].split(step), strict=True):
+                    d_pool[:, number].index_add_(0, places, some.to(sums))
+        return d_pool
+
+    def own(self) -> tuple[slice, Tensor, Tensor] | None:
+        """Slots, dk and dv of the call on own keys, once; None without one."""
+        own, self._own = self._own, None
+        return own
 
 
 @final

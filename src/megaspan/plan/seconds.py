@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from megaspan.human import count_of
 from megaspan.plan.facts import ModelFacts
 from megaspan.plan.keep import KeepPolicy, Place
 from megaspan.plan.layer import layer_bytes
@@ -119,7 +120,7 @@ def _work(facts: ModelFacts, s: Settings, kernel: str) -> _Work:
             "attention forward",
             (attention + twice) / forward,
             f"({attention:.3g} FLOP{of_rank}"
-            + (f" + {len(again)} layers again" if again else "")
+            + (f" + {count_of(len(again), 'layer')} again" if again else "")
             + f") / {forward / 1e12:.0f} TFLOP/s",
         ),
         SecondsPart("attention backward", 2.5 * attention / backward, f"2.5 x {attention:.3g} / {backward / 1e12:.0f} TFLOP/s"),
@@ -155,7 +156,9 @@ def _segments(facts: ModelFacts, s: Settings, policy: KeepPolicy, linear: list[i
     products = sum(2 * linear[layer] * s.slots / _DENSE for layer in layers)
     passes = sum(_PASSES_STREAMED / 3 * kept[layer] * s.slots / _BANDWIDTH for layer in layers)
     return SecondsPart(
-        "layers run again", products + passes, f"{len(layers)} layers: products and a third of the passes; attention is above"
+        "layers run again",
+        products + passes,
+        f"{count_of(len(layers), 'layer')}: products and a third of the passes; attention is above",
     )
 
 

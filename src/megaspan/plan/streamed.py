@@ -154,7 +154,6 @@ def backward_phases(facts: ModelFacts, layer: LayerBytes, s: Settings, parameter
         f"t x {share:g} x ((Q + 2·K) x ({2 * c} + {sums}) + {rows}), {_heads(facts, s)}"
         + (" + t x norms" if graph_stays else ""),
     )
-    groups = backward_group(facts, s) if s.ranks.row > 1 else [group]
     summed, before = weights, 1.0 if share < 1 else 0.0
     if s.gpu:
         # Then only weights of the second half have gradients, summed. (On a CPU the operation's own copies take that place.)
@@ -162,9 +161,10 @@ def backward_phases(facts: ModelFacts, layer: LayerBytes, s: Settings, parameter
         each = c if tiles_once else 4
         summed = Part("one layer: weight gradients", late * each, place, f"{late:,} x {each} B, of the second half")
     dkv = Part("one layer: gradients of k, v", round(t * c * 2 * k * before), place, f"t x {c}·2·K of the groups before")
+    groups = backward_group(facts, s) if s.ranks.row > 1 else [dkv, group]
     return (
         Phase("MLP", (dx, d_out, weights, Part("one tile: MLP", n * mlp, place, f"{n:,} tokens x ({told})"))),
-        Phase("attention", (dx, d_out, summed, dkv, *groups)),
+        Phase("attention", (dx, d_out, summed, *groups)),
         Phase(
             "projections",
             (
