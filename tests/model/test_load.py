@@ -296,6 +296,29 @@ def test_a_hub_name_without_network(monkeypatch: pytest.MonkeyPatch) -> None:
         loaded("nobody/nothing")
 
 
+def test_without_a_network_the_cache_alone_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub's client would ask for every file that is not there, 24 s each."""
+    from megaspan.model import load, source
+
+    asked: list[bool] = []
+
+    def nothing(*_: object, local_files_only: bool = False, **__: object) -> None:
+        asked.append(local_files_only)
+        raise OSError("We couldn't connect")
+
+    monkeypatch.setattr(source, "no_way_to_the_hub", lambda *_: "no such name")
+    for loader in (source.AutoConfig, load.AutoTokenizer):
+        monkeypatch.setattr(loader, "from_pretrained", nothing)
+    config = settings(model_name_or_path="nobody/nothing", model_revision="v1")
+    for call, what in ((lambda: loaded("nobody/nothing"), "files"), (lambda: load.load_tokenizer(config), "tokenizer")):
+        with pytest.raises(
+            UserError, match=rf"^the {what} of nobody/nothing .*hub cannot be reached: no such name\. Name a mod"
+        ):
+            call()
+    assert asked == [True, True]
+    assert "hf download nobody/nothing --revision v1" in source.fill_the_cache(find_source(config))
+
+
 def test_a_model_given_as_an_object() -> None:
     got = adopt_model(tiny("qwen3").eval(), settings(max_length=4096), "cpu")
     assert got.model.training

@@ -166,3 +166,30 @@ def test_broken_folders_are_refused(tmp_path: Path) -> None:
             ModelFacts.from_config(sizes | more)
     with pytest.raises(UserError, match="has no hidden_size"):
         ModelFacts.from_config({"model_type": "llama", "num_hidden_layers": 2})
+
+
+@pytest.mark.parametrize(("kind", "asks"), [("ConnectError", 2), ("ConnectTimeout", 2), ("ReadTimeout", 1)])
+def test_a_machine_without_a_network_says_so_at_once(monkeypatch: pytest.MonkeyPatch, kind: str, asks: int) -> None:
+    """The hub's client tries six times, for 24 s; a hub that is only slow is still left to it."""
+    import huggingface_hub
+
+    asked: list[str] = []
+
+    def fails(url: str) -> None:
+        asked.append(url)
+        raise type(kind, (Exception,), {})("Name or service not known")
+
+    def patient(*_: object, **__: object) -> str:
+        raise OSError("the patient client was asked")
+
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", fails)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", patient)
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    with pytest.raises(UserError) as refused:
+        read_config("nobody/nothing")
+    assert len(asked) == asks
+    if kind == "ReadTimeout":
+        assert "the patient client was asked" in str(refused.value)
+    else:
+        assert "hub cannot be reached: Name or service not known. Give a model folder" in str(refused.value)
+        assert "hf download nobody/nothing" in str(refused.value)

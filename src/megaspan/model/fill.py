@@ -29,7 +29,7 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 from megaspan.human import UserError
 from megaspan.layers.shards import local, rows_here
 from megaspan.model.kinds import unwrap
-from megaspan.model.source import Source
+from megaspan.model.source import Source, fill_the_cache
 
 PIECE_BYTES = 64 * 2**20
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -218,10 +218,19 @@ def _files(source: Source, model_config: Any) -> list[Path]:
         return [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))
     revision = getattr(model_config, "_commit_hash", None) or source.revision or "main"
     options: dict[str, Any] = {"revision": revision, "_raise_exceptions_for_missing_entries": False}
+    options["local_files_only"] = source.cache_only
     index = cached_file(source.place, _INDEX, **options)
     if index is not None:
-        return [Path(path) for path in get_checkpoint_shard_files(source.place, index, revision=revision)[0]]
+        return [
+            Path(path)
+            for path in get_checkpoint_shard_files(source.place, index, revision=revision, local_files_only=source.cache_only)[
+                0
+            ]
+        ]
     single = cached_file(source.place, _SINGLE, **options)
+    if single is None and source.cache_only:
+        what = f"the weights of {source.name} are not in the hub's cache, and the hub cannot be reached: {source.unreachable}"
+        raise UserError(what, do=fill_the_cache(source))
     if single is None:
         raise UserError(f"{source.name} has no safetensors on the hub", do="Use a checkpoint with model.safetensors")
     return [Path(single)]

@@ -25,7 +25,16 @@ from transformers.utils import logging as transformers_logging
 from megaspan.human import UserError
 from megaspan.model.counted import facts_of
 from megaspan.model.kinds import check_trainable, unwrap
-from megaspan.model.source import Source, apply_overrides, commit_of, find_source, first_line, read_config, unreadable
+from megaspan.model.source import (
+    Source,
+    apply_overrides,
+    commit_of,
+    fill_the_cache,
+    find_source,
+    first_line,
+    read_config,
+    unreadable,
+)
 from megaspan.rope import RopeChoice, RopeReadback, read_back, require_exact, resolve_rope
 
 if TYPE_CHECKING:
@@ -181,8 +190,15 @@ def load_tokenizer(config: SFTConfig) -> PreTrainedTokenizerBase | None:
             source.place if source.kind == "hub" else str(place),
             revision=source.revision or "main",
             trust_remote_code=config.trust_remote_code,
+            local_files_only=source.cache_only,
         )
     except Exception as error:  # tokenizers raises this very class, transformers whatever a broken file leads to
+        if source.cache_only:
+            raise UserError(
+                f"the tokenizer of {source.name} is not in the hub's cache, and the hub cannot be reached: "
+                f"{source.unreachable}",
+                do=fill_the_cache(source),
+            ) from error
         raise UserError(
             f"the tokenizer of {source.name} cannot be loaded: {first_line(error)}",
             do="Copy its tokenizer files again from the model it belongs to",
@@ -277,6 +293,8 @@ def _pretrained_model(
                 revision=getattr(model_config, "_commit_hash", None) or source.revision or "main",
                 dtype=dtype,
                 use_safetensors=True,
+                local_files_only=source.cache_only,
+                **({"adapter_kwargs": {"local_files_only": True}} if source.cache_only else {}),  # is looked for apart
                 trust_remote_code=trust_remote_code,
                 output_loading_info=True,
                 **({"device_map": {"": device}} if direct else {}),

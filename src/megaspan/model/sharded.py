@@ -76,7 +76,9 @@ def _fill(model: nn.Module, plain: Any, source: Source, device: torch.device) ->
     inner: Any = unwrap(model)
     if inner.can_generate():
         with suppress(OSError):  # as from_pretrained: there is none, and the one made of the model's configuration stays
-            inner.generation_config = GenerationConfig.from_pretrained(source.place, revision=source.revision or "main")
+            inner.generation_config = GenerationConfig.from_pretrained(
+                source.place, revision=source.revision or "main", local_files_only=source.cache_only
+            )
     return unused
 
 

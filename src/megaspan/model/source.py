@@ -18,7 +18,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from megaspan.human import UserError, nearest
 from megaspan.model.kinds import check_class, check_config
-from megaspan.plan.facts import shape_names
+from megaspan.plan.facts import no_way_to_the_hub, shape_names
 
 if TYPE_CHECKING:
     from megaspan.config import SFTConfig
@@ -35,12 +35,20 @@ class Source:
         place: what transformers is given: a folder, a hub name or a `config.json`.
         kind: `folder` and `hub` have weights; a `shape` has none and gets random ones.
         revision: branch, tag or commit on the hub, None elsewhere.
+        unreachable: why the hub cannot be reached, where that is so: then its cache alone is read, or each file that is not
+            there would be asked for 24 s long.
     """
 
     name: str
     place: str
     kind: Literal["folder", "hub", "shape"]
     revision: str | None = None
+    unreachable: str | None = None
+
+    @property
+    def cache_only(self) -> bool:
+        """Whether the hub's cache is all there is."""
+        return self.unreachable is not None
 
 
 def find_source(config: SFTConfig) -> Source:
@@ -70,7 +78,7 @@ def find_source(config: SFTConfig) -> Source:
         raise UserError(
             f"{name} is neither a folder nor a shape", do=f"Did you mean {close}? A hub name has the form owner/{name}"
         )
-    return Source(name, name, "hub", config.model_revision)
+    return Source(name, name, "hub", config.model_revision, no_way_to_the_hub(name, config.model_revision))
 
 
 def read_config(source: Source, *, trust_remote_code: bool) -> PretrainedConfig:
@@ -81,7 +89,10 @@ def read_config(source: Source, *, trust_remote_code: bool) -> PretrainedConfig:
     """
     try:
         config = AutoConfig.from_pretrained(
-            source.place, revision=source.revision or "main", trust_remote_code=trust_remote_code
+            source.place,
+            revision=source.revision or "main",
+            trust_remote_code=trust_remote_code,
+            local_files_only=source.cache_only,
         )
     except (OSError, ValueError, KeyError, AttributeError, TypeError, StrictDataclassError) as error:
         raise unreadable(source, error) from error
@@ -136,12 +147,23 @@ def commit_of(source: Source, config: PretrainedConfig) -> str:
 
 def unreadable(source: Source, error: Exception) -> UserError:
     """The sentence for whatever transformers or the hub raised: its own first line, which names token, network or file."""
+    if source.cache_only and isinstance(error, OSError):
+        return UserError(
+            f"the files of {source.name} are not all in the hub's cache, and the hub cannot be reached: {source.unreachable}",
+            do=fill_the_cache(source),
+        )
     return UserError(
         f"the model {source.name} cannot be loaded: {first_line(error)}",
         do="Gated or private: `hf auth login`. Without network: HF_HUB_OFFLINE=1 and a cached model, or a local folder"
         if source.kind == "hub"
         else None,
     )
+
+
+def fill_the_cache(source: Source) -> str:
+    """What to type where there is no network."""
+    revision = f" --revision {source.revision}" if source.revision else ""
+    return f"Name a model folder, or fill the cache where there is a network: hf download {source.name}{revision}"
 
 
 def first_line(error: Exception) -> str:

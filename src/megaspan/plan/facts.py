@@ -6,6 +6,7 @@ Both are read without torch, so `megaspan plan` answers in a fraction of a secon
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +19,8 @@ from megaspan.plan.entries import check_entries, check_rotary
 from megaspan.plan.families import FAMILIES, UNKNOWN, Experts, Family, Widths
 from megaspan.plan.rope_native import text_config
 
+_NO_CONNECTION = ("ConnectError", "ConnectTimeout")
+_SLOW_TO_FAIL = 3.0  # seconds after which a failed connection is not tried a second time
 _SHAPES = Path(__file__).parent / "shapes"
 
 
@@ -304,6 +307,14 @@ def _from_hub(name: str, revision: str | None) -> Path:
     cached = try_to_load_from_cache(name, "config.json", revision=revision)
     if isinstance(cached, str):
         return Path(cached)
+    if (reason := no_way_to_the_hub(name, revision)) is not None:
+        raise UserError(
+            f"the configuration of {name} is not in the hub's cache, and the hub cannot be reached: {reason}",
+            do=f"Did you mean the folder {path.parent / folder}?"
+            if folder
+            else f"Give a model folder, or fill the cache where there is a network: hf download {name}",
+            option="model_name_or_path",
+        )
     try:
         return Path(hf_hub_download(name, "config.json", revision=revision))
     except Exception as error:  # the hub client raises a dozen kinds, all of which mean the same here
@@ -315,3 +326,29 @@ def _from_hub(name: str, revision: str | None) -> Path:
             else "Check the name, model_revision, HF_TOKEN and HF_HUB_OFFLINE, or give a folder",
             option="model_name_or_path",
         ) from error
+
+
+def no_way_to_the_hub(name: str, revision: str | None = None) -> str | None:
+    """Why no connection to the hub can be made, or None where one can, and where `HF_HUB_OFFLINE` forbids to ask.
+
+    The hub's client asks for each file six times, for 24 s, before it says that a machine has no network: a name that is not
+    resolved, a port that is closed, nobody who answers in 10 s. Here that is asked once or twice, for one file. Whatever else
+    goes wrong, a server that is slow too, is left to the client's patience.
+    """
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+
+    begun, reason = time.monotonic(), ""
+    for pause in (0.0, 1.0):
+        if time.monotonic() - begun > _SLOW_TO_FAIL:
+            break
+        time.sleep(pause)
+        try:
+            get_hf_file_metadata(hf_hub_url(name, "config.json", revision=revision))
+        except Exception as error:  # of httpx, whichever the client has; others are a proxy's or a server's: somebody is there
+            kind = type(error).__name__
+            if kind not in _NO_CONNECTION:
+                return None
+            reason = str(error).strip() or kind
+        else:
+            return None
+    return reason
