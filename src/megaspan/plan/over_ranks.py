@@ -112,7 +112,9 @@ def keys_of(s: Settings, span: int | None, rank: int) -> Keys:
     """
     cp, shard = s.ranks.cp, s.slots * s.ranks.sp
     chunk, pool = -(-shard // 2), _pool_tokens(s, span)
+    gathered = pool == cp * shard
     reach = cp * shard if span is None else span - 1
+    halo = reach * (2 if 0 < rank < cp - 1 else 1)  # before a chunk; nothing is before the row, nor between the last rank's two
 
     def seen(first: int, stop: int) -> int:
         return stop * chunk - max(0, first * chunk - reach)
@@ -124,8 +126,9 @@ def keys_of(s: Settings, span: int | None, rank: int) -> Keys:
     # Where the back's keys begin with the row, the front's are among them.
     one = (2 * cp - 1 - rank) * chunk <= reach
     copied = calls[0][1] if one else sum(keys for _, keys in calls)
-    gathered = pool == cp * shard
-    return Keys(pool, copied, calls, shard if gathered else pool - shard, shard if gathered else pool - shard)
+    if gathered:
+        return Keys(pool, copied, calls, shard, shard)
+    return Keys(shard + halo, copied, calls, halo, halo)
 
 
 def forward_group(facts: ModelFacts, s: Settings) -> list[Part]:
@@ -145,9 +148,11 @@ def backward_group(facts: ModelFacts, s: Settings) -> list[Part]:
 
 def whole_layer_pool(facts: ModelFacts, s: Settings) -> list[Part]:
     """The keys of all ranks in a layer that is not streamed: all heads at once."""
+    if s.ranks.cp == 1:
+        return []
     g = group_of(facts, s, None)
-    heaviest = max(_backward(facts, s, g), key=lambda held: _size(s, g, held))
-    return _parts(facts, s, g, heaviest, "", "keys of all ranks, their gradients")[1:] if s.ranks.cp > 1 else []
+    most = max(_backward(facts, s, g), key=lambda held: held.keys)
+    return _parts(facts, s, g, most, "", "keys of all ranks, their gradients")[1:]
 
 
 def gathered_weights(facts: ModelFacts, s: Settings) -> list[Part]:
@@ -185,17 +190,20 @@ def embedding_gradient(facts: ModelFacts, s: Settings) -> list[Part]:
 def _forward(facts: ModelFacts, s: Settings, g: Group) -> Iterator[Held]:
     """Moments of a head group's forward."""
     c, ahead, travels = s.compute_bytes, int(g.groups > 1), s.ranks.sp > 1
-    if travels:
-        # Both ends of this group's and of the next one's, which is projected still.
-        yield Held("heads begin to travel", c * (3 + 2 * ahead), c * (3 + 2 * ahead))
-        # Both ends of the next one's; the output of this group and of the one before on its way, and that one in order.
-        yield Held("attended", c * (2 + 4 * ahead), c * (1 + 2 * ahead))
+    # What is projected, and both ends of it, beside both ends of the group before.
+    begins = c * (3 + 2 * ahead)
     if s.ranks.cp == 1:
+        yield Held("heads begin to travel", begins, begins)
+        # Both ends of the next group's; the output of this one and of the one before on its way, and that one in order.
+        yield Held("attended", c * (2 + 4 * ahead), c * (1 + 2 * ahead))
         return
     for keys in _kinds(facts, s):
-        # Then the pool that keys are copied from is there still.
-        held = c * g.width * (keys.copied + keys.pool + ahead * (keys.pool + keys.sent)) + 8 * keys.copied
-        yield Held("keys are copied", c * (1 + (4 if travels else 1) * ahead), 0, held, keys.pool)
+        sent = c * g.width * (keys.pool + keys.sent)
+        if travels:
+            yield Held("heads begin to travel", begins, 2 * c, sent * (1 + ahead), keys.pool)
+        # The pool that keys are copied from is there still.
+        copied = c * g.width * (keys.copied + keys.pool) + 8 * keys.copied
+        yield Held("keys are copied", c * (1 + (4 if travels else 1) * ahead), 0, copied + sent * ahead, keys.pool)
 
 
 def _backward(facts: ModelFacts, s: Settings, g: Group) -> Iterator[Held]:
@@ -212,7 +220,7 @@ def _backward(facts: ModelFacts, s: Settings, g: Group) -> Iterator[Held]:
         around = c * (5 * ahead + behind if travels else ahead)
         if travels:
             # What is projected, and both ends of it, of the output and of its gradient; of the group before it both ends.
-            begins = c * (7 + 5 * ahead + behind), c * (3 + (2 if s.ranks.cp == 1 else 0) * ahead)
+            begins = c * (7 + 5 * ahead + behind), c * (3 + 2 * ahead if s.ranks.cp == 1 else 2)
         if s.ranks.cp == 1:
             beside = 2 * c * ahead + 2 * each * behind
             yield Held("a kernel", q + c + scratch + rows + around, 2 * c + shared + beside, landed=landed)
@@ -230,9 +238,10 @@ def _backward(facts: ModelFacts, s: Settings, g: Group) -> Iterator[Held]:
                 yield Held("a kernel", q + c * done + (scratch + rows) * share + around, 0, held + beside, keys.pool, landed)
             cast = 0 if c == 4 else 4 * min(CAST_ELEMENTS, g.width // 2 * keys.calls[0][1])
             sums = c * g.width * results + pool + cast
-            yield Held("the sums", 2 * c + around, 0, sums + beside, keys.pool, landed)
-            yield Held("dq in order", 3 * c + around, 0, c * g.width * results + beside, keys.pool, landed)
-            yield Held("going home", c * (3 if travels else 2) + around, 0, pool + came + beside, keys.pool, landed)
+            # Attention's output and its gradient have been read: dq is in that one's place.
+            yield Held("dq in order", 2 * c + around, 0, c * g.width * results + beside, keys.pool, landed)
+            yield Held("the sums", c + around, 0, sums + beside, keys.pool, landed)
+            yield Held("going home", c * (2 if travels else 1) + around, 0, pool + came + beside, keys.pool, landed)
             if travels:
                 sent = c * g.width * (keys.pool + keys.sent) * (1 + ahead)
                 beside = sent + (pool + came) * behind + 8 * keys.copied
