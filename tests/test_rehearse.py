@@ -128,6 +128,14 @@ def test_only_what_shapes_memory_is_taken_from_the_file(shape, tmp_path):
     assert found.figure("copied to the host").rehearsed == 0
 
 
+def test_nothing_is_left(shape, tmp_path, monkeypatch):
+    """Neither beside the run folder nor among the prepared rows of real runs."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert rehearse.rehearse(settings(shape, tmp_path)).fits
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == []
+    assert not (tmp_path / "home" / ".cache" / "megaspan").exists()
+
+
 def test_a_model_with_weights_is_rehearsed_by_its_shape(shape, tmp_path):
     """Its weights are not read: they may be 16 GB on a hub."""
     folder = tmp_path / "model"

@@ -136,9 +136,18 @@ def _run(config: SFTConfig, place: Path, watch: _Watch, plan: Plan) -> None:
         lengths = [*[short] * rows * ranks, *[args.max_length] * rows * ranks]
     draw = np.random.default_rng(0)
     data = [{"input_ids": draw.integers(3, vocab, length).tolist()} for length in lengths]
-    trainer = SFTTrainer(args=args, train_dataset=data, callbacks=[watch])
+    trainer = _leaving_nothing(place)(args=args, train_dataset=data, callbacks=[watch])
     watch.begin(trainer.model)
     trainer.train()
+
+
+def _leaving_nothing(place: Path) -> type[SFTTrainer]:
+    """The trainer, with its rows in `place`: made-up ones among those of real runs would be kept, and found, for ever."""
+
+    class InPlace(SFTTrainer):
+        _rows_folder = place / "rows"
+
+    return InPlace
 
 
 def _rows(config: SFTConfig) -> int:

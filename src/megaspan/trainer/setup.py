@@ -58,8 +58,11 @@ def set_up(
     eval_dataset: Any,
     tokenizer: PreTrainedTokenizerBase | None,
     peft_config: Any,
+    rows_folder: Path | None = None,
 ) -> Job:
     """Makes the parts of a run, cheapest failure first. Of several ranks all call it, with the same arguments.
+
+    `rows_folder` keeps the prepared rows; None keeps them where every run looks for them.
 
     Raises:
         UserError: the options, the launch, the data, the model or the memory do not allow the run.
@@ -96,7 +99,9 @@ def set_up(
             ranks.mesh.check_heads(facts.heads, facts.kv_heads)
             check_files(args)
             tokenizer = tokenizer or load_tokenizer(args)
-        rows, eval_rows = ranks.in_turn("tokenise", lambda: _rows(args, ranks, tokenizer, train_dataset, eval_dataset))
+        rows, eval_rows = ranks.in_turn(
+            "tokenise", lambda: _rows(args, ranks, tokenizer, train_dataset, eval_dataset, rows_folder)
+        )
     with _timed(seconds, "load"):
         axes = ranks.connect()
         world.same_everywhere("the configuration", _hash(args.resolved()))
@@ -160,15 +165,15 @@ def _wished(model: Any, args: SFTConfig) -> tuple[SFTConfig, PreTrainedModel | N
 
 
 def _rows(
-    args: SFTConfig, ranks: world.Ranks, tokenizer: Any, train_dataset: Any, eval_dataset: Any
+    args: SFTConfig, ranks: world.Ranks, tokenizer: Any, train_dataset: Any, eval_dataset: Any, folder: Path | None
 ) -> tuple[Rows, Rows | None]:
     def report(text: str) -> None:
         say(ranks, text)
 
-    rows = prepare_rows(args, tokenizer, split="train", dataset=train_dataset, report=report)
+    rows = prepare_rows(args, tokenizer, split="train", dataset=train_dataset, cache_folder=folder, report=report)
     if eval_dataset is None and args.eval_strategy == "no":
         return rows, None
-    return rows, prepare_rows(args, tokenizer, split="test", dataset=eval_dataset, report=report)
+    return rows, prepare_rows(args, tokenizer, split="test", dataset=eval_dataset, cache_folder=folder, report=report)
 
 
 def _loaded(

@@ -50,6 +50,8 @@ class SFTTrainer:
         UserError: a wrong option, data or model, before any weight is loaded where that can be seen.
     """
 
+    _rows_folder: Path | None = None  # of prepared rows, where they are not to be found again
+
     def __init__(
         self,
         model: str | Path | PreTrainedModel | None = None,
@@ -85,7 +87,7 @@ class SFTTrainer:
                 found=got,
                 do="Pass args=megaspan.SFTConfig(max_length='128k')",
             )
-        self._job: Job = set_up(model, args, train_dataset, eval_dataset, processing_class, peft_config)
+        self._job: Job = set_up(model, args, train_dataset, eval_dataset, processing_class, peft_config, self._rows_folder)
         self.args = self._job.args
         self.model, self.processing_class = self._job.model, self._job.tokenizer
         self.train_dataset, self.eval_dataset = self._job.rows, self._job.eval_rows
