@@ -21,7 +21,7 @@ from megaspan.attention.rehearsal import StandIn
 from megaspan.attention.tiled import TiledMath
 from megaspan.human import UserError
 from megaspan.model import levers
-from megaspan.plan import Machine, ModelFacts, choose
+from megaspan.plan import Machine, ModelFacts, choose, plan_command
 from megaspan.report.overlap import Overlap
 from megaspan.world import Failure
 from tests.gloo import run_ranks
@@ -126,6 +126,18 @@ def test_only_what_shapes_memory_is_taken_from_the_file(shape, tmp_path):
     assert found.fits
     assert found.plan.model.layers == 2
     assert found.figure("copied to the host").rehearsed == 0
+
+
+def test_the_round_number_for_python_and_torch_is_no_finding(shape, tmp_path):
+    """On a CPU a small model stays half below it: that is said in words, and no percentage is shown; more than planned is."""
+    config = settings(shape, tmp_path)
+    plan = plan_command(config, Machine("CPU", 0, 2**35, 2))
+    watch = rehearse._Watch()
+    for peak, difference in ((plan.host_bytes - 600 * 2**20, None), (int(1.25 * plan.host_bytes), 25.0)):
+        watch.host_peak = peak
+        found = rehearse._result(config, plan, watch, None, None)
+        assert found.figure(rehearse.HOST).difference == (difference and pytest.approx(difference, rel=1e-6))
+        assert ("is set aside for Python and torch" in found.render()) == (difference is None)
 
 
 def test_nothing_is_left(shape, tmp_path, monkeypatch):

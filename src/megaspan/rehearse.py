@@ -44,6 +44,7 @@ from megaspan.plan import Plan, RankSizes, plan_command
 from megaspan.plan.cost import CONTEXT_BYTES
 from megaspan.plan.facts import read_config
 from megaspan.plan.ranks import share_of
+from megaspan.plan.step import CPU_BASE_BYTES
 from megaspan.report.overlap import Overlap, device_spans, overlap
 from megaspan.report.rehearsal import Figure, Rehearsal
 from megaspan.trainer import SFTTrainer
@@ -371,7 +372,7 @@ def _figures(plan: Plan, watch: _Watch, gpu: bool) -> Iterator[Figure]:
         yield Figure("device, taken by the allocator", "bytes", plan.device_needed - CONTEXT_BYTES, watch.reserved)
     pinned = sum(part.bytes for part in plan.parts if ", pinned" in part.name and part.name.startswith(("layer", "attention")))
     yield Figure("host, for what layers keep", "bytes", pinned or None, watch.pinned)
-    yield Figure(HOST, "bytes", plan.host_bytes, watch.host_peak)
+    yield Figure(HOST, "bytes", plan.host_bytes, watch.host_peak, 0.0 if gpu else CPU_BASE_BYTES)
     yield Figure("copied to the host", "bytes", None, watch.moved.get("bytes_to_host", 0))
     yield Figure("copied to the device", "bytes", None, watch.moved.get("bytes_to_device", 0))
     yield Figure("fetched too late", "count", 0, watch.moved.get("late", 0))
@@ -396,6 +397,11 @@ def _figures(plan: Plan, watch: _Watch, gpu: bool) -> Iterator[Figure]:
 def _notes(plan: Plan, watch: _Watch, gpu: bool) -> Iterator[str]:
     if not gpu:
         yield "there is no GPU here: everything lies in host memory, and only that is rehearsed"
+        if watch.host_peak < plan.host_bytes:
+            yield (
+                f"{format_bytes(CPU_BASE_BYTES)} of the planned host memory is set aside for Python and torch, whatever they "
+                "take: a process that stays within that is as planned"
+            )
         return
     if watch.overlap is None:
         if watch.failure is None:

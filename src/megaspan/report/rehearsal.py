@@ -23,17 +23,19 @@ class Figure:
         unit: "bytes", "seconds" or "count".
         planned: by the plan, None where it says nothing.
         rehearsed: as it came, None where it could not be had.
+        allowance: of `planned`, what is set aside in a round number; less than planned by no more than that says nothing.
     """
 
     name: str
     unit: str
     planned: float | None
     rehearsed: float | None
+    allowance: float = 0.0
 
     @property
     def difference(self) -> float | None:
-        """Rehearsed above planned, in percent of the plan."""
-        if not self.planned or self.rehearsed is None:
+        """Rehearsed above planned, in percent of the plan; None where there is none that says anything."""
+        if not self.planned or self.rehearsed is None or 0 <= self.planned - self.rehearsed < self.allowance:
             return None
         return 100 * (self.rehearsed / self.planned - 1)
 
