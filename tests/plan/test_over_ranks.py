@@ -175,14 +175,16 @@ def test_the_worst_rank_holds_what_is_planned(layer: Layer) -> None:
 
 
 @pytest.mark.parametrize(
-    "documents", [(TOKENS - 64, 64), (3000, 5000, 192), (4000, 4192), (512,) * 16, (6200, 996, 996)], ids=str
+    ("documents", "allowed"),
+    [((8128, 64), 1.03), ((3000, 5000, 192), 1.03), ((8000, 96, 96), 1.0), ((6200, 996, 996), 1.0), ((512,) * 16, 1.0)],
+    ids=str,
 )
-def test_a_packed_row_holds_little_more_than_a_plain_one(documents: tuple[int, ...]) -> None:
+def test_a_packed_row_holds_little_more_than_a_plain_one(documents: tuple[int, ...], allowed: float) -> None:
     """Where two documents are cut, the keys of their later pieces do not hold those of the earlier ones: 2 to 3 % more."""
     layer = LAYERS[0]
     with patch.object(over_ranks, "CAST_ELEMENTS", CAST):
         planned = bytes_of(backward_group(facts_of(layer), settings_of(layer)))
-    assert max(held(layer, rank, documents) for rank in ranks_of(layer)) <= 1.03 * planned
+    assert max(held(layer, rank, documents) for rank in ranks_of(layer)) <= allowed * planned
 
 
 @pytest.mark.parametrize("window", [None, 17, 200, 700, 2000])
