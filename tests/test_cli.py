@@ -276,3 +276,44 @@ def test_evaluation_under_a_launcher_of_several_is_refused(monkeypatch, capsys):
         monkeypatch.setenv(name, value)
     assert cli.main(["eval", "run"]) == 2
     assert "evaluation runs on one device, and torchrun started 2 processes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["train", "run.yaml", "--rehearse"], "is a flag of megaspan plan, not of megaspan train. Leave it out, or type "
+         "megaspan plan CONFIG.yaml --rehearse."),
+        (["train", "run.yaml", "--show", "3"], "type megaspan data CONFIG.yaml --show N."),
+        (["data", "run.yaml", "--nproc=2"], "type megaspan train CONFIG.yaml --nproc N."),
+        (["plan", "run.yaml", "--merge"], "type megaspan export RUN OUT --merge."),
+        (["plan", "qwen3-8b"], "qwen3-8b is a model, and megaspan plan takes a YAML file of options here. Type megaspan plan "
+         "--model_name_or_path qwen3-8b --max_length 128k."),
+        (["train", "Qwen/Qwen3-8B"], "--model_name_or_path Qwen/Qwen3-8B --max_length 128k --dataset_name TEXT."),
+        (["plan", "./model"], "Type megaspan plan --model_name_or_path ./model"),
+        (["plan", "run"], "Did you mean run/config.yaml?"),
+        (["plan", "run.yml"], "there is no file run.yml. Did you mean run.yaml?"),
+        (["plan", "book.txt"], "Type megaspan plan CONFIG.yaml --dataset_name book.txt."),
+        (["train", "--max_steps", "3", "run.yaml"], "Type megaspan train run.yaml --max_steps 3."),
+        (["plan", "run.yaml", "max_length=4k"], "Write --max_length=4k."),
+        (["plan", "run.yaml", "\u2013max_length", "4k"], "Write --max_length."),
+        (["plan", "run.yaml", "-max-length", "4k"], "'-max-length' is not a flag. Write --max-length."),
+        (["plan", "run.yaml", "--model", "qwen3-8b"], "Did you mean model_name_or_path?"),
+        (["plan", "run.yaml", "--batch_size", "3"], "Did you mean per_device_train_batch_size?"),
+        (["plan", "run.yaml", "--max_lenght", "3"], "Did you mean max_length?"),
+        (["run.yaml", "--seed", "3"], "The verb comes first: megaspan train run.yaml --seed 3."),
+        (["report", "run"], "plots.png"),
+        (["paln", "run.yaml"], "Did you mean megaspan plan?"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)  # fmt: skip
+def test_a_slip_is_answered_with_what_to_type(tmp_path, monkeypatch, capsys, words, said):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text("max_length: 4k\nmodel_name_or_path: qwen3-0.6b\ndataset_name: book.txt\n")
+    (tmp_path / "book.txt").write_text("a: book: of words")
+    for folder, file in (("model", "config.json"), ("run", "config.yaml")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / file).write_text("{}")
+    assert cli.main(words) == 2
+    told = capsys.readouterr().err
+    assert said in told
+    assert told.count("megaspan: ") == 1, "one sentence"

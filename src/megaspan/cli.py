@@ -13,7 +13,6 @@ import math
 import os
 import signal
 import sys
-import textwrap
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +20,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from megaspan.human import UserError, UserErrors, missing_extra, nearest
+from megaspan.human import UserError, UserErrors, missing_extra
 
 DONE, FAILED, WRONG, OUT_OF_MEMORY = 0, 1, 2, 3
 WIDTH = 110
@@ -230,9 +229,9 @@ def _run(arguments: list[str]) -> Result:
     name, rest = arguments[0], arguments[1:]
     verb = VERBS.get(name)
     if verb is None:
-        close = nearest(name, VERBS)
-        do = f"Did you mean megaspan {close}?" if close else "megaspan --help lists them"
-        raise UserError(f"megaspan has no verb {name!r}", allowed=", ".join(VERBS), do=do)
+        from megaspan.config.slips import verb_meant
+
+        raise UserError(f"megaspan has no verb {name!r}", allowed=", ".join(VERBS), do=verb_meant(arguments, VERBS))
     if "-h" in rest or "--help" in rest:
         return Result(_verb_help(verb), {"usage": verb.usage})
     return verb.run(_take_apart(verb, rest))
@@ -248,6 +247,11 @@ def _take_apart(verb: Verb, words: list[str]) -> Call:
         word = words.pop(0)
         name, equals, value = word.removeprefix("--").partition("=")
         if not word.startswith("--") or name not in verb.own:
+            if word.startswith("--") and (others := [each for each in VERBS.values() if name in each.own]):
+                from megaspan.config.slips import flag_of_others
+
+                value = others[0].own[name].value
+                raise flag_of_others(name, value, verb.usage.split()[0], [each.usage for each in others])
             flags.append(word)
         elif not verb.own[name].value:
             if equals:
@@ -256,6 +260,11 @@ def _take_apart(verb: Verb, words: list[str]) -> Call:
         else:
             own[name] = value if equals else words.pop(0) if words and not words[0].startswith("--") else ""
     fewest, most = verb.places
+    if verb.takes_options and not fewest:
+        from megaspan.config.slips import file_meant
+
+        if (slip := file_meant(verb.usage.split()[0], places, flags, _shapes)) is not None:
+            raise slip
     if not fewest <= len(places) <= most:
         count = f"{fewest} or {most}" if fewest < most else f"{most or 'no'}"
         what = f"megaspan {verb.usage.split()[0]} takes {count} word{'s' * (most != 1)} before its flags"
@@ -264,6 +273,12 @@ def _take_apart(verb: Verb, words: list[str]) -> Call:
         allowed = ", ".join(f"--{name}" for name in verb.own)
         raise UserError(f"{flags[0]} is not a flag here", allowed=allowed, do=f"Type megaspan {verb.usage}")
     return Call(places, own, flags)
+
+
+def _shapes() -> tuple[str, ...]:
+    from megaspan.plan.facts import shape_names
+
+    return shape_names()
 
 
 def _config(call: Call) -> Any:
@@ -397,23 +412,10 @@ def _verb_help(verb: Verb) -> str:
     lines = [f"megaspan {verb.usage}", "", f"  {verb.summary[0].upper()}{verb.summary[1:]}.", ""]
     lines += [f"  {f'--{name} {flag.value}':<12} {flag.help}" for name, flag in verb.own.items()]
     if verb.takes_options:
-        lines += ["", *_options_help()]
+        from megaspan.config.page import options_help
+
+        lines += ["", *options_help(WIDTH)]
     return "\n".join(lines)
-
-
-def _options_help() -> list[str]:
-    from megaspan.config.defaults import as_yaml
-    from megaspan.config.schema import GROUPS, SFTConfig, allowed_of
-
-    lines = ["Options of a run, in the file as `name: value`, here as --name value (- and _ are the same):"]
-    starts = {first: title for title, first in GROUPS}
-    for name, option in SFTConfig.model_fields.items():
-        if name in starts:
-            lines += ["", starts[name]]
-        default = "required" if option.is_required() else f"default {as_yaml(option.default)}"
-        text = f"{option.description} ({default}; {allowed_of(name)})"
-        lines += [f"  --{name}", *textwrap.wrap(text, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)]
-    return lines
 
 
 def _for_json(value: Any) -> Any:

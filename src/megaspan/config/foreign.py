@@ -14,7 +14,8 @@ from typing import Any
 
 import yaml
 
-from megaspan.human import UserError, nearest
+from megaspan.config.slips import option_meant
+from megaspan.human import UserError
 
 ALIASES = {
     "activation_checkpointing": "gradient_checkpointing",
@@ -99,6 +100,5 @@ def _foreign(key: str, bare: str, value: Any, fields: tuple[str, ...]) -> list[U
     for section in ("refused", "older", "launch"):
         if bare in table()[section]:
             return refuse(bare, value, table()[section][bare], option=key)
-    close = nearest(bare, (*fields, *ALIASES))
-    do = f"Did you mean {close}?" if close else "megaspan train --help lists all options"
+    do = option_meant(bare, (*fields, *ALIASES)) or "megaspan train --help lists all options"
     return [UserError(f"{bare} is not an option", do=do, option=key)]

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,7 +14,7 @@ from pydantic_core import PydanticUndefined
 
 from megaspan.config import foreign
 from megaspan.config.defaults import as_yaml, shown
-from megaspan.config.schema import SFTConfig, allowed_of
+from megaspan.config.schema import GROUPS, SFTConfig, allowed_of
 
 HEAD = """\
 # Coming from TRL
@@ -115,6 +116,19 @@ def _section(title: str, entries: dict[str, dict[str, Any]]) -> list[str]:
 def _rows(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
     cells = [[cell.replace("|", "\\|") for cell in row] for row in rows]
     return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *cells)]
+
+
+def options_help(width: int) -> list[str]:
+    """The lines of `--help` for the options of a run, wrapped to `width` characters."""
+    lines = ["Options of a run, in the file as `name: value`, here as --name value (- and _ are the same):"]
+    starts = {first: title for title, first in GROUPS}
+    for name, option in SFTConfig.model_fields.items():
+        if name in starts:
+            lines += ["", starts[name]]
+        default = "required" if option.is_required() else f"default {as_yaml(option.default)}"
+        text = f"{option.description} ({default}; {allowed_of(name)})"
+        lines += [f"  --{name}", *textwrap.wrap(text, width, initial_indent=" " * 6, subsequent_indent=" " * 6)]
+    return lines
 
 
 if __name__ == "__main__":

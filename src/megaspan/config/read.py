@@ -16,6 +16,7 @@ import yaml
 from megaspan.config import foreign
 from megaspan.config.checks import WithoutEffect
 from megaspan.config.schema import SFTConfig, allowed_of
+from megaspan.config.slips import DASHES
 from megaspan.human import UserError, UserErrors
 
 # Pairs that exclude each other: what is typed replaces what the file has of the other.
@@ -171,7 +172,12 @@ def _read_flags(flags: Sequence[str], places: dict[str, str], errors: list[UserE
         flag = flags[position]
         position += 1
         if not flag.startswith("--") or flag == "--":
-            errors.append(UserError(f"{flag!r} is not a flag", do="Write --name value; the file comes before all flags"))
+            meant = flag.lstrip("".join(DASHES))
+            typed = flag.startswith(DASHES) and meant.partition("=")[0].replace("-", "_") in SFTConfig.model_fields
+            do = f"Write --{meant}" if typed else "Write --name value; the file comes before all flags"
+            errors.append(_NoValue(f"{flag!r} is not a flag", do=do, option=meant.replace("-", "_") if typed else None))
+            while typed and position < len(flags) and not flags[position].startswith(DASHES):
+                position += 1  # its value, of which nothing is to be said
             continue
         name, equals, text = flag[2:].partition("=")
         key = name.replace("-", "_")
