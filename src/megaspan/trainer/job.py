@@ -28,14 +28,9 @@ from megaspan.model import Levers, LoadedModel, check_token_ids, levers
 from megaspan.model.shard import reset
 from megaspan.plan import ModelFacts, Plan
 from megaspan.report import Line, flops_formula, model_flops
+from megaspan.trainer.patience import Patience
 from megaspan.trainer.schedule import Schedule
 from megaspan.trainer.share import Share
-
-# FLOP a second that nothing real stays below: what a rank is given before the others wonder where it is.
-_SLOWEST = {"cuda": 5e13, "cpu": 2e9}
-# Seconds that a first forward may take longer, in each of its phases: kernels are compiled and memory is pinned there.
-FIRST_FORWARD = 60.0
-
 
 # What was done, by the names that run.json has for its seconds.
 _DONE = {
@@ -123,15 +118,14 @@ class Job:
         say(self.ranks, text)
 
     @cached_property
-    def layer_patience(self) -> float:
-        """Seconds within which a layer of the longest row has surely begun and ended."""
-        flops = model_flops(self.facts, self.plan.tokens, frozen=self.frozen)
-        return flops / self.facts.layers / self.ranks.mesh.size("row") / _SLOWEST.get(self.device.type, 5e13)
+    def patience(self) -> Patience:
+        """How long a rank may be in a phase before the others wonder."""
+        flops = self._flops(self.plan.tokens) / self.ranks.mesh.size("row")
+        return Patience(flops, self.facts.layers, self.device.type, self.plan.seconds.total or 0.0)
 
-    @property
-    def row_patience(self) -> float:
-        """Seconds within which the forward of the longest row has surely ended, the first one too."""
-        return self.layer_patience * self.facts.layers + FIRST_FORWARD
+    def _flops(self, lengths: int | Sequence[int]) -> float:
+        """Forward and backward of stretches that attend to themselves."""
+        return model_flops(self.facts, lengths, frozen=self.frozen)
 
     def synchronize(self) -> None:
         """Waits for the device, so that seconds are those of finished work."""
@@ -149,6 +143,10 @@ class Job:
             return 0, 0
         return torch.cuda.memory_allocated(self.device), torch.cuda.max_memory_allocated(self.device)
 
+    def learn(self, row_lengths: Sequence[int], seconds: float) -> None:
+        """A step with these stretches, in the rows of all ranks, took so long: what the next one may take."""
+        self.patience.learn(self._flops(row_lengths) / self.ranks.mesh.ranks, seconds)
+
     def speed(self, row_lengths: Sequence[int], steps: Sequence[float]) -> dict[str, float]:
         """Mean seconds of a step, tokens a second of all ranks, model TFLOP a second of each, and the fullest one's memory.
 
@@ -158,7 +156,7 @@ class Job:
             row_lengths: tokens of each stretch that attends to itself, in the rows of all ranks.
             steps: seconds of each step that took them.
         """
-        flops = model_flops(self.facts, row_lengths, frozen=self.frozen)
+        flops = self._flops(row_lengths)
         device, host = world.largest([self.device_memory()[1], world.peak_host_bytes()])
         seconds = sum(steps)
         return {

@@ -26,7 +26,8 @@ from megaspan.report import Metrics, Progress
 from megaspan.store import random_state, restore_random_state
 from megaspan.trainer.callbacks import Callbacks
 from megaspan.trainer.interrupt import Interrupted, Interrupts
-from megaspan.trainer.job import FIRST_FORWARD, Job
+from megaspan.trainer.job import Job
+from megaspan.trainer.patience import FIRST_FORWARD
 from megaspan.trainer.schedule import Schedule
 from megaspan.trainer.step import Accumulator, Sums
 
@@ -76,9 +77,10 @@ class Loop:
                 if state.global_step % steps_per_epoch == 0:
                     self.callbacks.call("on_epoch_begin")
                 self.callbacks.begin_step()
-                begun = time.monotonic()
+                begun, known = time.monotonic(), len(self._lengths)
                 self._step(state.global_step)
                 self._seconds.append(time.monotonic() - begun)
+                self.job.learn(self._lengths[known:], self._seconds[-1])
                 self._drawn_before = None
                 self.job.ranks.beat(f"after step {state.global_step}", None)  # callbacks and saves take any time
                 self.callbacks.call("on_step_end")
@@ -228,13 +230,13 @@ class Loop:
 
     def _evaluation_row(self, number: int) -> None:
         """Before each row of an evaluation: many of them last as long as many steps."""
-        self.job.ranks.beat(f"evaluation after step {self.callbacks.state.global_step} row {number + 1}", self.job.row_patience)
+        self.job.ranks.beat(f"evaluation after step {self.callbacks.state.global_step} row {number + 1}", self.job.patience.row)
         self._check()
 
     def _beat(self, phase: str) -> None:
         """Notes where this rank is, and how long it may stay there before the others wonder."""
         first = FIRST_FORWARD if self.callbacks.state.global_step == self._begun_at else 0.0
-        self.job.ranks.beat(self._where + phase, self.job.layer_patience + first)
+        self.job.ranks.beat(self._where + phase, self.job.patience.layer + first)
 
     def _check(self) -> None:
         """Raises `Interrupted` where all ranks stop for a signal that has come to any of them."""

@@ -2,9 +2,10 @@
 
 Without it a rank that stands still shows after 10 to 30 minutes as a watchdog's dump of the ranks that waited. Here each rank
 notes where it is (`beat`, two assignments, no network), and its thread writes the note to the board twice a second and reads
-those of the others. A rank that holds the others up is named within a minute and, if it does not move again, the run is ended;
-one that dies or fails ends all others within two seconds, whatever launcher started them. One that leaves a step by `sys.exit`,
-or by an error that its script catches, ends those that wait for it.
+those of the others. A rank that holds the others up is named within a minute, or within three times what a layer lasts where
+that is longer (8B at a million tokens on two GPUs: 80 s); if it does not move again, the run is ended. One that dies or fails
+ends all others within two seconds, whatever launcher started them. One that leaves a step by `sys.exit`, or by an error that
+its script catches, ends those that wait for it.
 
 The same notes let all ranks stop at one place when a signal comes to any of them (`boundary`): each would abandon its step at a
 layer of its own, and the first collective after that would never be answered.
