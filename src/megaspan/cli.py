@@ -350,7 +350,7 @@ def _failure(error: BaseException) -> Result:
     trace = "".join(traceback.format_exception(error)) if code == FAILED else ""  # ours to mend, so all of it is shown
     if (failure := world.report_failure(code, sentences, trace)) is None:
         return Result("", None, code)
-    return _say(code, failure.sentences, failure.trace)
+    return _say(code, failure.told(world.launch().several), failure.trace)
 
 
 def _say(code: int, sentences: list[str], trace: str) -> Result:
@@ -364,10 +364,7 @@ def _ended(failure: Any) -> Result:
     """The end of ranks that this process started; rank 0 has shown the result itself."""
     if failure is None:
         return Result("", None)
-    first, *more = failure.sentences
-    if failure.code in (FAILED, OUT_OF_MEMORY) and not first.startswith("rank "):
-        first = f"rank {failure.rank}: {first}"
-    return _say(failure.code, [first, *more], failure.trace)
+    return _say(failure.code, failure.told(), failure.trace)
 
 
 def _judge(error: BaseException) -> tuple[int, list[str]]:

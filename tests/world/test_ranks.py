@@ -18,6 +18,7 @@ from torch.distributed import TCPStore
 
 from megaspan import world
 from megaspan.config import SFTConfig
+from megaspan.world import Failure
 from tests.gloo import forked
 from tests.world.test_launchfile import FSDP2 as SET_BY_ACCELERATE
 
@@ -145,6 +146,21 @@ def test_a_rank_that_hangs_or_dies_is_named(tmp_path, what, words):
     codes, _, err = two_ranks(tmp_path, what, "cp_size=2")
     assert codes == [1, 1 if what == "sleep" else -signal.SIGKILL]
     assert re.search(words, own_lines(err)[-1])
+
+
+def test_an_error_of_one_rank_is_said_once_with_its_number(tmp_path):
+    """torchrun's summary blames the rank whose process ended first, which may have waited for this one."""
+    codes, _, err = two_ranks(tmp_path, "broken", "cp_size=2")
+    assert codes == [1, 1]
+    assert own_lines(err) == ["megaspan: rank 1: RuntimeError: a broken thing"]
+
+
+def test_an_error_of_one_process_has_no_number():
+    failure = Failure(0, 1, ["RuntimeError: a broken thing", "a note"])
+    assert failure.told(several=False) == failure.sentences
+    assert failure.told() == ["rank 0: RuntimeError: a broken thing", "a note"]
+    assert Failure(0, 2, ["wrong"]).told() == ["wrong"]
+    assert Failure(0, 1, ["rank 1 died"]).told() == ["rank 1 died"]
 
 
 def test_a_script_under_accelerate_launch(tmp_path):

@@ -26,6 +26,8 @@ def main(what: str, *words: str) -> None:
     if what == "wrong":
         raise UserError("a wrong thing", do="Right it")
     if ranks.mesh.rank == 1:
+        if what == "broken":
+            raise RuntimeError("a broken thing")
         if what == "sleep":
             time.sleep(60)
         if what == "killed":

@@ -1,8 +1,8 @@
 """Seconds that ranks spend on each other: keys and heads that travel, weights that are gathered, gradients that are reduced.
 
-Keys travel beside attention, which takes a hundred times as long at a million tokens and about as long at 4,096 tokens a rank;
-weights travel beside the layer. What does not find its seconds there is waited for, and so is what nothing can hide: the
-word tables, and attention's output on its way from heads to tokens.
+Keys and heads travel beside attention, which takes a hundred times as long at a million tokens and about as long at 4,096
+tokens a rank; weights travel beside the layer. What does not find its seconds there is waited for, and so is what nothing can
+hide: the word tables, and attention's output of a layer's last head group on its way from heads to tokens.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from megaspan.plan.over_ranks import pool_tokens
 from megaspan.plan.parts import SecondsPart, Settings
 from megaspan.plan.streamed import group_count
 
-# Bytes a second that one GPU receives from the others of its node. An assumption until it is measured with this code: NVLink
-# of an H200 has 450e9 each way; a prototype's gather of 134 MB of keys between two of them took 0.6 ms, 33 MB took 0.2 ms.
+# Bytes a second that one GPU receives from the others of its node. NVLink of an H200 has 450e9 each way; measured between two
+# of them, of 32 to 128 MiB that travel (`benchmarks.hiding`): 136e9 to 229e9.
 PEERS = 200e9
 
 
@@ -39,14 +39,16 @@ def rank_seconds(
         groups = group_count(facts, s) if s.streams else 1
         waited = _waited(there, forward, groups) + _waited(back, backward, groups)
         beside = f"beside attention but for the first of {groups} head groups" if groups > 1 else "not hidden: one head group"
-        formula = f"{(there + back) / 1e9:.1f} GB at an assumed {PEERS / 1e9:.0f} GB/s, {beside}"
+        formula = f"{(there + back) / 1e9:.1f} GB at {PEERS / 1e9:.0f} GB/s, {beside}"
         parts.append(SecondsPart("waiting for keys and heads", waited, formula))
-        out = 2 * (1 + again) * output_home(facts, s) / PEERS
-        parts.append(SecondsPart("attention's output on its way home", out, "not hidden: it is waited for at once"))
+        # The output of the forward, and in the backward the gradients of q, k and v, which are as much and a little more.
+        out = 2 * (1 + again) * output_home(facts, s) / PEERS / groups
+        last = f"of the last of {groups} head groups, not hidden" if groups > 1 else "not hidden: one head group"
+        parts.append(SecondsPart("attention's output on its way home", out, last))
     if s.ranks.shard > 1:
         layers, tables = weight_bytes(facts, s)
         waited = max(0.0, layers / PEERS - computed)
-        formula = f"{layers / 1e9:.1f} GB gathered and reduced at an assumed {PEERS / 1e9:.0f} GB/s beside the layers"
+        formula = f"{layers / 1e9:.1f} GB gathered and reduced at {PEERS / 1e9:.0f} GB/s beside the layers"
         parts.append(SecondsPart("waiting for weights", waited, formula))
         parts.append(SecondsPart("word tables", tables / PEERS, f"{tables / 1e9:.1f} GB gathered and reduced, not hidden"))
     return [part for part in parts if part.seconds or part.name.startswith("waiting")]

@@ -43,6 +43,15 @@ class Failure:
     trace: str = ""
     watch: bool = False
 
+    def told(self, several: bool = True) -> list[str]:
+        """What is shown: of several ranks, what only one may have met begins with its number.
+
+        A launcher's own summary names the rank whose process ended first, which waited for that one.
+        """
+        first, *more = self.sentences
+        alone = several and self.code in (1, 3) and not first.startswith("rank ")
+        return [f"rank {self.rank}: {first}" if alone else first, *more]
+
 
 def report_failure(
     code: int, sentences: Sequence[str], trace: str = "", environ: Mapping[str, str] = os.environ
@@ -99,7 +108,7 @@ def exit_once(kind: type[BaseException], error: BaseException, trace: TracebackT
     code, sentences = _judge(error)
     shown = "" if code != 1 else "".join(traceback.format_exception(kind, error, trace))
     if failure := report_failure(code, sentences, shown):
-        told = "\n".join(f"megaspan: {sentence}" for sentence in failure.sentences)
+        told = "\n".join(f"megaspan: {sentence}" for sentence in failure.told(launch().several))
         # Not sys.stderr: torch's own hook, around this one, collects what goes there and loses it at the exit.
         print(failure.trace + told, file=sys.__stderr__, flush=True)
     raise SystemExit(code)
