@@ -122,7 +122,7 @@ def render_plan(plan: Plan, width: int = 128) -> str:
     largest = plan.largest
     console.print(f"\nLargest single tensor: {largest.name}, {format_bytes(largest.bytes)} = {largest.formula}", soft_wrap=True)
     if plan.seconds.parts:
-        seconds = table("Seconds of a step (predicted)", "part", "seconds", "formula")
+        seconds = table("Seconds of a step, its row one document (predicted)", "part", "seconds", "formula")
         for each in plan.seconds.parts:
             seconds.add_row(each.name, f"{each.seconds:.2f}" if each.seconds >= 0.005 else "< 0.01", each.formula)
         console.print(seconds)
