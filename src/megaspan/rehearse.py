@@ -147,6 +147,7 @@ def _leaving_nothing(place: Path) -> type[SFTTrainer]:
 
     class InPlace(SFTTrainer):
         _rows_folder = place / "rows"
+        _draws = False
 
     return InPlace
 

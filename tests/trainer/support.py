@@ -37,7 +37,9 @@ def settings(out: Path, **changes: Any) -> SFTConfig:
 def trainer(model: Any, out: Path, data: Any, *, callbacks: Any = None, eval_dataset: Any = None, **changes: Any) -> SFTTrainer:
     """The trainer of a tiny run."""
     model = str(model) if isinstance(model, Path) else model
-    return SFTTrainer(model, settings(out, **changes), train_dataset=data, eval_dataset=eval_dataset, callbacks=callbacks)
+    made = SFTTrainer(model, settings(out, **changes), train_dataset=data, eval_dataset=eval_dataset, callbacks=callbacks)
+    made._draws = False  # half a second each; `test_the_picture_of_a_run` has one
+    return made
 
 
 def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -261,6 +261,22 @@ def test_a_model_of_another_kind_is_refused_and_not_replaced_by_the_options(tmp_
         SFTTrainer(model, args, train_dataset=documents([9]))
 
 
+def test_the_picture_of_a_run(tmp_path, model_folder, monkeypatch, capsys):  # noqa: F811
+    """`SFTTrainer` leaves what the verb leaves; a picture that cannot be drawn costs nothing that was trained."""
+    run = SFTTrainer(str(model_folder), settings(tmp_path / "run", max_steps=2), train_dataset=documents([12, 9]))
+    run.train()
+    assert (tmp_path / "run" / "plots.png").read_bytes().startswith(b"\x89PNG")
+
+    def fails(_: object) -> None:
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr("megaspan.trainer.sft.plot_run", fails)
+    again = SFTTrainer(str(model_folder), settings(tmp_path / "again", max_steps=2), train_dataset=documents([12, 9]))
+    assert again.train().global_step == 2
+    assert "! plots.png was not drawn: OSError: the disk is full" in capsys.readouterr().err
+    assert not (tmp_path / "again" / "plots.png").exists()
+
+
 def test_a_path_is_a_name(tmp_path, model_folder):  # noqa: F811
     run = SFTTrainer(model_folder, settings(tmp_path), train_dataset=documents([9]))
     assert run.args.model_name_or_path == str(model_folder)

@@ -12,6 +12,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,10 @@ from megaspan import store, world
 from megaspan.config import SFTConfig
 from megaspan.human import UserError
 from megaspan.optimizer import Optimizer
-from megaspan.report import Line, Metrics, Progress, print_header
+from megaspan.report import Line, Metrics, Progress, plot_run, print_header
 from megaspan.trainer.callbacks import Callbacks, check_callback
 from megaspan.trainer.interrupt import Interrupted, Interrupts
-from megaspan.trainer.job import Job, update_options
+from megaspan.trainer.job import Job, say, update_options
 from megaspan.trainer.loop import Loop
 from megaspan.trainer.schedule import Schedule
 from megaspan.trainer.setup import refuse_parameters, set_up
@@ -51,6 +52,7 @@ class SFTTrainer:
     """
 
     _rows_folder: Path | None = None  # of prepared rows, where they are not to be found again
+    _draws = True  # plots.png when the training is done; the verb draws it when the model is saved
 
     def __init__(
         self,
@@ -107,6 +109,8 @@ class SFTTrainer:
 
     def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainOutput:
         """Trains to the last step, saving checkpoints on the way.
+
+        The run folder then holds `metrics.jsonl` and, where the extra `plots` is installed, `plots.png`.
 
         Args:
             resume_from_checkpoint: a checkpoint folder, or True for the newest complete one of the run; None takes the option.
@@ -207,6 +211,8 @@ class SFTTrainer:
                 job.levers.give_back_disk()  # the final model may need the room
         job.ranks.beat("after the last step", None)
         seconds = time.monotonic() - begun
+        if self._draws:
+            self._draw()
         return TrainOutput(state.global_step, loop.mean_loss, {"train_runtime": seconds, "train_loss": loop.mean_loss})
 
     def evaluate(self, eval_dataset: Any = None, metric_key_prefix: str = "eval") -> dict[str, float]:
@@ -229,6 +235,18 @@ class SFTTrainer:
         """
         out = Path(output_dir or Path(self.args.output_dir) / store.FINAL)
         store.save_model(self.model, self.processing_class, out)
+
+    def _draw(self) -> Path | None:
+        """The run's plots, by the rank that writes; None where there are none. A picture never costs what was trained."""
+        if not self._job.ranks.speaks or find_spec("matplotlib") is None:
+            return None
+        try:
+            return plot_run(self.args.output_dir)
+        except UserError:  # a run that had no step left has none to show
+            return None
+        except Exception as error:  # whatever matplotlib or the disk does
+            say(self._job.ranks, f"! plots.png was not drawn: {type(error).__name__}: {error}")
+            return None
 
     def _evaluate(
         self, begins: Callable[[int], None] | None = None, rows: Any = None, prefix: str = "eval"
@@ -256,7 +274,7 @@ class SFTTrainer:
 
     def _evaluation_begins(self, number: int) -> None:
         """Row `number` of an evaluation outside of the loop begins."""
-        self._job.ranks.beat(f"evaluation row {number + 1}", self._job.row_patience)
+        self._job.ranks.beat(f"evaluation row {number + 1}", self._job.patience.row)
 
     def _start_state(self, schedule: Schedule, optimizer: Optimizer) -> None:
         args, state = self.args, self.state
@@ -295,6 +313,7 @@ def run(config: SFTConfig) -> dict[str, Any]:
         with store.lock_run(config.output_dir):
             store.open_run(config.output_dir, config.resume_from_checkpoint)
     trainer = SFTTrainer(args=config)
+    trainer._draws = False
     output = trainer.train()
     with Interrupts() as interrupts:  # the training is done: a signal waits for the one thing that is left of it
         trainer.save_model()
@@ -312,14 +331,5 @@ def run(config: SFTConfig) -> dict[str, Any]:
         "model": str(Path(config.output_dir) / store.FINAL),
         "metrics": str(Path(config.output_dir) / "metrics.jsonl"),
     }
-    picture = _picture(config.output_dir) if world.launch().rank == 0 else None
+    picture = trainer._draw()
     return result | ({"plot": str(picture)} if picture else {})
-
-
-def _picture(run_folder: str) -> Path | None:
-    """The run's plots, where the extra `plots` is installed."""
-    from importlib.util import find_spec
-
-    from megaspan.report import plot_run
-
-    return plot_run(run_folder) if find_spec("matplotlib") else None
