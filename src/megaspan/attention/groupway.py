@@ -2,7 +2,7 @@
 
 What waits here is of one head group: 0.13 GB of queries, 0.5 GB of keys and values of Qwen3-8B at 1,048,576 tokens on each of
 8 ranks, 1 GB of their gradients in fp32. It is let go of as soon as it is read, and made when a call has brought it. Of the
-0.6B shape at 1,048,576 tokens on 2 ranks, two KV heads at once, that is 3.8 GB of 31 less at the peak of a step: own keys that
+0.6B shape at 1,048,576 tokens on 2 ranks, two KV heads at once, that is 4.2 GB of 31 less at the peak of a step: own keys that
 no call reads, gradients of them that nobody has yet, keys' gradients in fp32 whole, sums that have arrived and been read.
 """
 

@@ -196,12 +196,12 @@ def input_bytes(facts: ModelFacts, s: Settings) -> int:
 def tile_bytes(facts: ModelFacts, s: Settings, phase: str) -> tuple[int, int]:
     """With `stream_back`: bytes of x and of O that are on the device in a phase: two tiles, or a head group of O.
 
-    Over ranks two groups of O: one is attended, one travels.
+    Where keys travel two groups of O: one is attended, the next one waits. Where heads do one, until it has been sent.
     """
     n = 2 * min(s.layer_tile, s.slots)
     x, out = input_bytes(facts, s), output_bytes(facts, s)
     tiles = min(x, n * facts.hidden * s.compute_bytes), min(out, n * (facts.query_width * s.compute_bytes + 4 * facts.heads))
     if phase == "projections":
         return tiles[0], 0
-    groups = 2 if s.ranks.row > 1 else 1
+    groups = 2 if s.ranks.cp > 1 and s.ranks.sp == 1 else 1
     return tiles[0], min(out, round(groups * group_share(facts, s) * out)) if phase == "attention" else tiles[1]
