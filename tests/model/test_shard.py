@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -143,6 +146,29 @@ def same_step_as_one_process(
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
+@contextmanager
+def reduced_types(model: torch.nn.Module) -> Iterator[list[torch.dtype]]:
+    """Types of all that ranks reduce and scatter, one for each reduction: the type in which they add.
+
+    FSDP2 reduces a gradient in its policy's type, or, where that is the type it gathers in, in the gradient's own: so both are
+    looked at, the policy of every unit and what comes to the collective.
+    """
+    cut = shards(model)
+    assert cut is not None
+    for unit in cut.units:
+        assert unit._get_fsdp_state()._mp_policy.reduce_dtype == torch.float32
+    name = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+    right, found = getattr(dist, name), []
+
+    def reduce(*given: Any, **named: Any) -> Any:
+        (dtype,) = {each.dtype for each in (*given, *named.values()) if isinstance(each, torch.Tensor)}
+        found.append(dtype)
+        return right(*given, **named)
+
+    with patch.object(dist, name, reduce):
+        yield found
+
+
 def bf16_is_summed_in_fp32(rank: int, world: int) -> None:
     """Gradients of a cut bf16 model are no farther from the exact ones than those of bf16 on one device."""
     exact = tiny("qwen3", tied=True, layers=2, dtype=torch.float32)
@@ -155,7 +181,9 @@ def bf16_is_summed_in_fp32(rank: int, world: int) -> None:
         parameter.grad_dtype = torch.float32
     prepare(plain, settings(), plan())
     window = rows(world, 7)
-    model(**window[rank], num_items_in_batch=count(window)).loss.backward()
+    with reduced_types(model) as types:
+        model(**window[rank], num_items_in_batch=count(window)).loss.backward()
+    assert types == [torch.float32] * 5, f"{types}: of two layers, the norm behind them, the words twice"
     for row in window:
         for other in (exact, plain):
             other(**row, num_items_in_batch=count(window)).loss.backward()
@@ -216,7 +244,9 @@ def weights_without_gradients_are_not_reduced(rank: int, world: int) -> None:
     model = lora(tiny("qwen3"))
     shard(model, mesh_of(world), masters=True, compute=torch.bfloat16)
     prepare(model, settings(), plan())
-    model(**batch(12, seed=rank)).loss.backward()
+    with reduced_types(model) as types:
+        model(**batch(12, seed=rank)).loss.backward()
+    assert types == [torch.float32] * model.config.num_hidden_layers, types
     cut = shards(model)
     assert cut is not None
     assert [table.reductions for table in cut.tables] == [0] * len(cut.tables)
