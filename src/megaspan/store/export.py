@@ -9,6 +9,10 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +91,7 @@ def _others_of_a_run(folder: str, names: list[str]) -> list[str]:
     return [
         name
         for name in names
-        if name.startswith((".", "checkpoint-")) or name in ("run.json", "config.yaml", "metrics.jsonl", FINAL)
+        if name.startswith((".", "checkpoint-")) or name in ("run.json", "config.yaml", "metrics.jsonl", "plots.png", FINAL)
     ]
 
 
@@ -139,17 +143,42 @@ def _load_base(origin: dict[str, Any], config: Any) -> Any:
     config.get_text_config().vocab_size = (
         AutoConfig.from_pretrained(name, revision=commit or "main").get_text_config().vocab_size
     )
-    base = AutoModelForCausalLM.from_pretrained(name, revision=commit or "main", config=config, dtype=config.dtype)
+    with _bar_on_terminals_only():
+        base = AutoModelForCausalLM.from_pretrained(name, revision=commit or "main", config=config, dtype=config.dtype)
     if config.get_text_config().vocab_size != vocabulary:
         base.resize_token_embeddings(vocabulary, mean_resizing=False)  # the checkpoint holds all of them
     return base
+
+
+@contextmanager
+def _bar_on_terminals_only() -> Iterator[None]:
+    """transformers draws a bar while it reads weights, which is noise in a log file."""
+    from transformers.utils import logging
+
+    hidden = logging.is_progress_bar_enabled() and not sys.stderr.isatty()
+    if hidden:
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if hidden:
+            logging.enable_progress_bar()
 
 
 def _around(base: Any, folder: Path) -> Any:
     """The base with the checkpoint's adapter around it, its weights not yet filled in."""
     from peft import LoraConfig, get_peft_model
 
-    return get_peft_model(base, LoraConfig.from_pretrained(str(folder)))
+    with _peft_at_work():
+        return get_peft_model(base, LoraConfig.from_pretrained(str(folder)))
+
+
+@contextmanager
+def _peft_at_work() -> Iterator[None]:
+    """peft 0.21 asks transformers by a name that is to go, which no user can change (`model/lora.py` has the same)."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+        yield
 
 
 def _load_adapter(folder: Path) -> Any:
@@ -163,7 +192,9 @@ def _load_adapter(folder: Path) -> Any:
         )
     facts, config = json.loads((folder / "megaspan.json").read_text()), AutoConfig.from_pretrained(folder / "base")
     config.get_text_config().vocab_size = facts["vocab_size"]
-    return PeftModel.from_pretrained(_load_base(facts, config), str(folder))
+    base = _load_base(facts, config)
+    with _peft_at_work():
+        return PeftModel.from_pretrained(base, str(folder))
 
 
 def _merge(model: Any, folder: Path, out: Path) -> Path:
