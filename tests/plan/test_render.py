@@ -68,6 +68,17 @@ def test_seconds_of_one_gpu_are_not_said_of_another() -> None:
     assert "the rest, again, is computed" in planned(CPU, max_length="16k", host_memory="60GiB").summary
     short = planned(max_length="2M", model_name_or_path="qwen3-8b", host_memory="300GiB")
     assert re.search(r"the rest, again, takes .* on an H200", short.summary)
+    assert "to compare" not in short.render()
+    long = {"max_length": "2M", "model_name_or_path": "qwen3-8b", "host_memory": "300GiB", "memory_limit": "140GiB"}
+    elsewhere = planned(CPU, **long)  # on another GPU the two lines say how they go together
+    assert elsewhere.seconds.total is None
+    assert "on an H200" in elsewhere.summary
+    assert "Seconds of a step: unknown" in elsewhere.render()
+    assert "the time on an H200 that is named in the answer is there to compare" in elsewhere.render()
+    assert elsewhere.as_dict()["seconds_note"].endswith("to compare")
+    single = planned(**(long | {"model_name_or_path": "qwen3-8b", "bf16": False, "host_memory": "600GiB"}))
+    assert single.seconds.total is None  # in fp32 nothing is known of any GPU
+    assert "the rest, again, is computed" in single.summary
 
 
 def test_a_plan_for_another_machine_does_not_speak_of_this_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,8 @@ from megaspan.plan.seconds import relative_seconds
 from megaspan.plan.streamed import input_bytes, output_bytes
 from megaspan.plan.weights import gradients_pass, link_bytes, whole_gradients
 
+RATED = "an H200"
+"""The GPU whose rates are known."""
 _WHERE: dict[Place, str] = {"device": "on the device", "host": "on the host", "disk": "on disk"}
 
 
@@ -129,7 +131,9 @@ def summary(facts: ModelFacts, s: Settings) -> str:
         return f"every layer keeps its input and attention's output {places}: attention runs forward once{also}"
     full = replace(s, keep=KeepPolicy.everything(layers, "host"))
     more = max(0.0, relative_seconds(facts, s) - relative_seconds(facts, full))
-    again = f"takes {format_seconds(more)} on an H200" if s.gpu else "is computed"
+    # Rates are those of an H200, in bf16 and at head size 128 (plan/seconds.py): of others there is nothing to say in seconds.
+    known = s.gpu and s.compute_bytes == 2 and facts.head_dim == 128
+    again = f"takes {format_seconds(more)} on {RATED}" if known else "is computed"
     kept = f"{len(policy.segments)} inputs and {policy.outputs} attention outputs of {layers} layers are kept {places}"
     return f"{kept} for want of room; the rest, again, {again}{also}"
 

@@ -11,6 +11,7 @@ from typing import Any
 from megaspan.human import format_bytes, format_seconds, format_tokens
 from megaspan.plan.choose import ELSEWHERE, Plan
 from megaspan.plan.levers import Lever
+from megaspan.plan.reasons import RATED
 
 
 def plan_dict(plan: Plan) -> dict[str, Any]:
@@ -56,7 +57,7 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
         "largest_allocation": plan.largest._asdict(),
         "seconds": plan.seconds.total,
         "seconds_parts": [asdict(part) for part in plan.seconds.parts],
-        "seconds_note": plan.seconds.note,
+        "seconds_note": seconds_note(plan),
         "levers": [asdict(each) for each in plan.levers],
         "next_lever": asdict(lever) if lever else None,
         "next_lever_suffices": plan.suffices,
@@ -128,7 +129,7 @@ def render_plan(plan: Plan, width: int = 128) -> str:
         console.print(seconds)
         console.print(f"{format_seconds(plan.seconds.total or 0)} a step {plan.seconds.note}", soft_wrap=True)
     else:
-        console.print(f"\nSeconds of a step: {plan.seconds.note}", soft_wrap=True)
+        console.print(f"\nSeconds of a step: {seconds_note(plan)}", soft_wrap=True)
     levers = table("Levers", "lever", "effect", "to turn on")
     for lever in plan.levers:
         levers.add_row(lever.name, lever_sentence(lever, plan.tokens), "" if lever.on else lever.do)
@@ -140,6 +141,13 @@ def render_plan(plan: Plan, width: int = 128) -> str:
     for line in answer_lines(plan):
         console.print(line, soft_wrap=True)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+def seconds_note(plan: Plan) -> str:
+    """Which kernel the seconds hold for, or why there are none, and what the seconds in the summary are then."""
+    note = plan.seconds.note
+    compared = plan.seconds.total is None and f"on {RATED}" in plan.summary
+    return f"{note}; the time on {RATED} that is named in the answer is there to compare" if compared else note
 
 
 def letters(plan: Plan) -> dict[str, tuple[int, str]]:
