@@ -39,6 +39,9 @@ _HARMLESS = frozenset(
         "output_router_logits", "return_dict", "position_embeddings", "labels", "shift_labels", "logits_to_keep",
     }
 )  # fmt: skip
+_UNREACHED = "this model has no attention layers that AttentionInterface reaches"
+ANOTHER = "Choose a model whose layers are all softmax attention, such as Llama, Qwen 3, Gemma 3, OLMo 3 or gpt-oss"
+"""What to do about a model that is not taken."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,7 @@ def install(
             "this model computes attention in its own code, where no other kernel can go",
             found=type(language_model or model).__name__,
             allowed="models that use transformers' AttentionInterface",
+            do=ANOTHER,
         )
     _refuse(model, language_model)
     _own_config(model)
@@ -219,7 +223,7 @@ def work_of(model: nn.Module) -> Work:
     layers = Counter(Mask(_window_of(module)) for module in model.modules() if is_attention(module))
     language_model = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
     if language_model is None or not layers:
-        raise UserError("this model has no attention layers that AttentionInterface reaches", found=type(model).__name__)
+        raise UserError(_UNREACHED, found=type(model).__name__, do=ANOTHER)
     facts = ModelFacts.from_config(language_model.config.to_dict())
     weights = sum(facts.linear_parameters(layer) for layer in range(facts.layers))
     return Work(dict(layers), weights // (2 * facts.query_width * facts.layers))
@@ -327,7 +331,7 @@ def _choices(
             if kind.unproven is not None:
                 module.megaspan_segments = kind.unproven  # type: ignore[assignment]
     if not kinds:
-        raise UserError("this model has no attention layers that AttentionInterface reaches", found=type(model).__name__)
+        raise UserError(_UNREACHED, found=type(model).__name__, do=ANOTHER)
     in_order = [kind for _, kind in sorted(kinds.items(), key=lambda kind: kind[0][0].window or 0)]
     first, *rest = [kind.choice for kind in in_order] + [kind.packed for kind in in_order if kind.packed is not None]
     return replace(first, also=tuple(rest))

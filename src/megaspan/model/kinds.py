@@ -17,6 +17,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from megaspan.attention.seam import ANOTHER
 from megaspan.human import UserError
 from megaspan.plan.plain import DROPOUTS, EXACT_LAYERS, KEPT_STATES, OTHER_SENSES
 
@@ -44,7 +45,7 @@ def check_config(config: Mapping[str, Any], name: str) -> None:
             do="Use the text-only model of the family",
         )
     if config.get("is_encoder_decoder"):
-        raise UserError(f"{name} ({kind}) is an encoder-decoder model", allowed="causal language models")
+        raise UserError(f"{name} ({kind}) is an encoder-decoder model", allowed="causal language models", do=ANOTHER)
     architectures = list(config.get("architectures") or [])
     causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
     remote = "AutoModelForCausalLM" in dict(config.get("auto_map") or {})
@@ -52,7 +53,9 @@ def check_config(config: Mapping[str, Any], name: str) -> None:
     if (causal is None and not remote) or (architectures and causal is not None and not causal_names & set(architectures)):
         what = architectures[0] if architectures else kind
         raise UserError(
-            f"{name} ({what}) is not a causal language model", allowed="models that transformers loads as ...ForCausalLM"
+            f"{name} ({what}) is not a causal language model",
+            allowed="models that transformers loads as ...ForCausalLM",
+            do=ANOTHER,
         )
     check_layers(config, name)
 
@@ -67,7 +70,9 @@ def check_layers(config: Mapping[str, Any], name: str) -> None:
     strange = sorted({str(layer) for layer in types} - set(EXACT_LAYERS) - {"attention"})
     if strange:
         raise UserError(
-            f"{name} has layers of type {', '.join(strange)}, which are not supported yet", allowed=" and ".join(EXACT_LAYERS)
+            f"{name} has layers of type {', '.join(strange)}, which are not supported yet",
+            allowed=" and ".join(EXACT_LAYERS),
+            do=ANOTHER,
         )
     looks_ahead = config.get("use_bidirectional_attention") or config.get("is_causal") is False
     if looks_ahead or (config.get("is_decoder") is False and not _is_causal(config)):
@@ -93,7 +98,7 @@ def _is_causal(config: Mapping[str, Any]) -> bool:
 
 
 def _looks_ahead(name: str) -> UserError:
-    return UserError(f"{name} attends to later tokens too", allowed="causal attention")
+    return UserError(f"{name} attends to later tokens too", allowed="causal attention", do=ANOTHER)
 
 
 def check_class(config_class: type[PretrainedConfig], name: str) -> None:
@@ -133,6 +138,7 @@ def _check_causal(model: PreTrainedModel) -> None:
         raise UserError(
             f"{type(model).__name__} is not transformers' causal language model of {model.config.model_type}, nor made from it",
             allowed=f"{' or '.join(each.__name__ for each in classes)} and classes that inherit from it",
+            do="Load it with AutoModelForCausalLM, or make the class from the known one",
         )
 
 
@@ -183,12 +189,14 @@ def _check_attention(model_class: Any, name: str) -> None:
         raise UserError(
             f"{name} ({model_class.__name__}) has layers that carry a state (linear attention, Mamba), not supported yet",
             allowed="models whose layers are all softmax attention",
+            do=ANOTHER,
         )
     # Not every class that can says so: StableLM's does not.
     if not (getattr(model_class, "_supports_attention_backend", False) or model_class._can_set_attn_implementation()):
         raise UserError(
             f"{name} ({model_class.__name__}) computes attention in its own code, where no other kernel can go",
             allowed="models on transformers' AttentionInterface",
+            do=ANOTHER,
         )
 
 
@@ -274,5 +282,9 @@ def unwrap(model: torch.nn.Module) -> PreTrainedModel:
     inner: Any = model
     inner = inner.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else inner
     if not isinstance(inner, PreTrainedModel):
-        raise UserError("only transformers models can be prepared", found=type(inner).__name__)
+        raise UserError(
+            "only transformers models can be prepared",
+            found=type(inner).__name__,
+            do="Load the model with AutoModelForCausalLM, and pass it without a wrapper around it",
+        )
     return inner

@@ -66,14 +66,23 @@ def find_source(config: SFTConfig) -> Source:
     path = Path(name).expanduser()
     if path.is_file():
         if path.suffix != ".json":
-            raise UserError(f"{name} is a file", allowed="a folder with config.json and *.safetensors, or a config.json alone")
+            raise UserError(
+                f"{name} is a file",
+                allowed="a folder with config.json and *.safetensors, or a config.json alone",
+                do=f"Name the folder that it lies in: {path.parent}",
+            )
         return Source(name, str(path), "shape")
     if path.is_dir():
         return _folder(name, path)
     if name in shape_names():
         return Source(name, str(resources.files("megaspan.plan") / "shapes" / f"{name}.json"), "shape")
     if name.startswith(("/", "./", "../", "~")) or name.count("/") > 1:
-        raise UserError(f"the model folder {name} does not exist")
+        raise UserError(
+            f"the model folder {name} does not exist",
+            do=f"Did you mean {beside}?"
+            if (beside := _folder_beside(path))
+            else "Check the path; relative ones begin where you are",
+        )
     if "/" not in name and (close := nearest(name, shape_names())):
         raise UserError(
             f"{name} is neither a folder nor a shape", do=f"Did you mean {close}? A hub name has the form owner/{name}"
@@ -119,7 +128,8 @@ def apply_overrides(config: PretrainedConfig, overrides: dict[str, Any]) -> None
         try:
             setattr(config, key, value)
         except (TypeError, ValueError, StrictDataclassError) as error:
-            raise UserError(f"model_init_kwargs: {key} cannot have this value", got=value) from error
+            what, do = f"model_init_kwargs: {key} cannot have this value", f"Leave {key} out to take the model's own"
+            raise UserError(what, got=value, do=do) from error
     layers, types = getattr(config, "num_hidden_layers", None), getattr(config, "layer_types", None)
     if isinstance(layers, int) and types and len(types) > layers and "layer_types" not in overrides:
         config.layer_types = list(types[:layers])  # fewer layers are the first ones
@@ -127,7 +137,10 @@ def apply_overrides(config: PretrainedConfig, overrides: dict[str, Any]) -> None
         config.validate()
     except StrictDataclassError as error:
         words = " ".join(line.strip() for line in str(error).splitlines()[1:]) or str(error)
-        raise UserError(f"model_init_kwargs: {', '.join(overrides)} do not go together with the model: {words}") from error
+        raise UserError(
+            f"model_init_kwargs: {', '.join(overrides)} do not go together with the model: {words}",
+            do="Correct them, or leave them out",
+        ) from error
 
 
 def commit_of(source: Source, config: PretrainedConfig) -> str:
@@ -173,6 +186,13 @@ def first_line(error: Exception) -> str:
     return " ".join(lines[: end + 1]).rstrip(".")
 
 
+def _folder_beside(path: Path) -> Path | None:
+    """A folder of nearly the same name."""
+    names = [each.name for each in path.parent.iterdir() if each.is_dir()] if path.parent.is_dir() else []
+    close = nearest(path.name, names, likeness=0.7)
+    return path.parent / close if close else None
+
+
 def _undamaged(file: Path) -> None:
     """Reads the header of a weight file, which says how long the whole is: a copy that was cut off is found in a moment."""
     try:
@@ -189,7 +209,10 @@ def _folder(name: str, path: Path) -> Source:
                 f"{name} holds a LoRA adapter, not a model",
                 do="Name the base model here, or merge the adapter first (megaspan export RUN OUT --merge)",
             )
-        raise UserError(f"{name} has no config.json, so it is not a model folder")
+        raise UserError(
+            f"{name} has no config.json, so it is not a model folder",
+            do="Name the folder that holds config.json and *.safetensors",
+        )
     if files := sorted(path.glob("*.safetensors")):
         for file in files:
             _undamaged(file)

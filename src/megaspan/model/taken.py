@@ -57,4 +57,5 @@ def _check_names(found: PretrainedConfig) -> None:
                 f"the model's configuration has a {key} that transformers {transformers.__version__} does not know",
                 got=value,
                 allowed=", ".join(known),
+                do="Correct it in the model's config.json, or install the release of transformers that the model was made with",
             )

@@ -225,21 +225,24 @@ class ModelFacts:
 def _check_sizes(text: Mapping[str, Any], widths: Widths, layers: int, types: tuple[str, ...]) -> None:
     """Refuses sizes that no model can have together: weights would be made, or read, before anybody said so."""
     of, model_type = "of the model's configuration", str(text.get("model_type", ""))
+    correct = "Correct it in the model's config.json"
     if len(types) < layers:
-        raise UserError(f"layer_types {of} names too few layers", got=len(types), allowed=f"one for each of {layers}")
+        raise UserError(
+            f"layer_types {of} names too few layers", got=len(types), allowed=f"one for each of {layers}", do=correct
+        )
     if widths.heads % widths.kv_heads:
         raise UserError(
             f"num_key_value_heads {of} does not divide its num_attention_heads, {widths.heads}",
             got=widths.kv_heads,
             allowed=", ".join(map(str, divisors(widths.heads))),
-            do="Correct it in the model's config.json",
+            do=correct,
         )
     if not text.get("head_dim") and widths.hidden % widths.heads:
         raise UserError(
             f"hidden_size {of} is no multiple of its num_attention_heads, {widths.heads}",
             got=widths.hidden,
             allowed=f"a multiple of {widths.heads}, or a head_dim beside it",
-            do="Correct it in the model's config.json",
+            do=correct,
         )
     rotates = model_type in FAMILIES or any(text.get(key) for key in ("rope_theta", "rope_parameters", "rope_scaling"))
     if rotates and not text.get("qk_rope_head_dim"):
@@ -284,7 +287,8 @@ def read_config(name_or_path: str, revision: str | None = None) -> dict[str, Any
             option="model_name_or_path",
         ) from error
     if not isinstance(config, dict):
-        raise UserError(f"{path} holds no configuration of a model", option="model_name_or_path")
+        what, do = f"{path} holds no configuration of a model", "Name a model folder, or copy its config.json again"
+        raise UserError(what, do=do, option="model_name_or_path")
     return config
 
 

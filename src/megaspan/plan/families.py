@@ -166,6 +166,7 @@ def need(config: Mapping[str, Any], *names: str) -> int:
         f"the model's configuration has no {' or '.join(names)}",
         found=config.get("model_type", "no model_type"),
         allowed="a causal language model in transformers' format",
+        do="Choose another model, or complete its config.json",
     )
 
 

@@ -59,7 +59,9 @@ def resolve_rope(
         return _extend(native, max_length, allow_past_window)
     if not isinstance(wish, Mapping):
         allowed = "auto, or a dictionary with rope_type, factor and original_max_position_embeddings"
-        raise UserError("model_init_kwargs.rope_parameters is not a dictionary", got=wish, allowed=allowed)
+        raise UserError(
+            "model_init_kwargs.rope_parameters is not a dictionary", got=wish, allowed=allowed, do="Write rope_parameters: auto"
+        )
     return _replace(native, _full_attention_part(wish, native), max_length, allow_past_window)
 
 
@@ -156,6 +158,7 @@ def _chosen(native: NativeRope, scaling: dict[str, Any], max_length: int, allow_
             "this model fixes original_max_position_embeddings outside rope_parameters, where it wins over them",
             got=original,
             allowed=str(native.fixed_original),
+            do=f"Write original_max_position_embeddings: {native.fixed_original}, or leave it out",
         )
     if kind == "dynamic":
         window = round(float(factor or 1.0) * native.max_positions)
@@ -189,7 +192,7 @@ def _full_attention_part(wish: Mapping[str, Any], native: NativeRope) -> dict[st
     for key, value in wish.items():
         if native.nested is None or key not in native.nested:
             allowed = ", ".join(native.nested) if native.nested else "keys such as rope_type: this model has one rotary setting"
-            raise UserError(f"rope_parameters.{key} is no layer type of this model", allowed=allowed)
+            raise UserError(f"rope_parameters.{key} is no layer type of this model", allowed=allowed, do=f"Leave {key} out")
         own = native.nested[key]
         if key != FULL and any((own or {}).get(name) != wanted for name, wanted in dict(value or {}).items()):
             raise UserError(
@@ -235,7 +238,9 @@ def _check_keys(wish: dict[str, Any], native: NativeRope) -> None:
         number = int if key == "original_max_position_embeddings" else int | float
         if isinstance(value, bool) or not isinstance(value, number) or not 1 <= value < math.inf:
             whole = "whole " if number is int else ""
-            raise UserError(f"rope_parameters.{key} has no meaning", got=value, allowed=f"a {whole}number of 1 or more")
+            raise UserError(
+                f"rope_parameters.{key} has no meaning", got=value, allowed=f"a {whole}number of 1 or more", do=f"Correct {key}"
+            )
 
 
 def _refuse_unknown_layers(native: NativeRope) -> None:
@@ -244,6 +249,7 @@ def _refuse_unknown_layers(native: NativeRope) -> None:
             "rope_parameters cannot be changed for this model: no layer type of its rotary settings attends to everything",
             found=", ".join(native.nested),
             allowed=f"an entry {FULL}",
+            do="Leave rope_parameters out",
         )
 
 

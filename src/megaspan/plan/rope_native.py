@@ -13,6 +13,8 @@ from typing import Any
 
 from megaspan.human import UserError, format_tokens
 
+_DO = "Correct it in the model's config.json"
+
 FULL = "full_attention"
 
 REQUIRED: dict[str, tuple[str, ...]] = {
@@ -79,10 +81,12 @@ def read_rope(model_config: Mapping[str, Any]) -> NativeRope:
     raw = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(raw, Mapping):
         name = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
-        raise UserError(f"{name} of the model's configuration is no mapping", got=raw, allowed="{rope_type: …, factor: …}")
+        raise UserError(
+            f"{name} of the model's configuration is no mapping", got=raw, allowed="{rope_type: …, factor: …}", do=_DO
+        )
     for key in ("rope_theta", "rope_local_base_freq"):
         if config.get(key) is not None and not _is_positive(config[key]):
-            raise UserError(f"{key} of the model's configuration is no number above 0", got=config[key])
+            raise UserError(f"{key} of the model's configuration is no number above 0", got=config[key], do=_DO)
     theta, partial = config.get("rope_theta"), config.get("partial_rotary_factor")
 
     def complete(entry: Mapping[str, Any], base: Any) -> dict[str, Any]:
@@ -102,7 +106,9 @@ def read_rope(model_config: Mapping[str, Any]) -> NativeRope:
     entry = dict((nested.get(FULL) or {}) if nested is not None else complete(raw, theta))
     if "factor" in REQUIRED.get(str(entry.get("rope_type")), ()) and not _is_positive(entry.get("factor")):
         raise UserError(
-            f"{entry['rope_type']} of the model's configuration needs a factor above 0", got=entry.get("factor", "none")
+            f"{entry['rope_type']} of the model's configuration needs a factor above 0",
+            got=entry.get("factor", "none"),
+            do=_DO,
         )
     positions = next((config[key] for key in ("max_position_embeddings", "n_positions", "max_seq_len") if config.get(key)), 0)
     fixed = config.get("original_max_position_embeddings")
