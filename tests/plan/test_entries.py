@@ -158,3 +158,18 @@ def test_plan_and_training_say_the_same(tmp_path: Path, capsys: pytest.CaptureFi
     with pytest.raises(UserError) as refused:
         SFTTrainer(args=SFTConfig(**options, output_dir=str(tmp_path / "run"), datasets=[{"path": "nothing here"}]))
     assert str(refused.value) in said
+
+
+def test_a_padding_token_counted_from_the_end_is_taken_by_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """-1 is the last row of the embedding to torch, so plain transformers runs it, and training gets as far as the data."""
+    from megaspan.trainer import SFTTrainer
+
+    (tmp_path / "config.json").write_text(json.dumps(GOOD | {"pad_token_id": -1}))
+    options = {"model_name_or_path": str(tmp_path), "max_length": 256, "use_cpu": True}
+    assert cli.main(["plan", *(f"--{name}={value}" for name, value in options.items())]) == 0
+    _run_plain(tmp_path)
+    trainer = SFTTrainer(
+        args=SFTConfig(**options, output_dir=str(tmp_path / "run"), max_steps=1, save_strategy="no"),
+        train_dataset=[{"input_ids": list(range(3, 40))}],
+    )
+    assert trainer.model.get_input_embeddings().padding_idx == 299
