@@ -24,7 +24,6 @@ Two: TypeAlias = tuple[OnTheWay, OnTheWay]
 """Each on its own: two that travel together would be copied apart when they arrive."""
 
 
-
 @final
 class Started:
     """A head group on its way; good for one `attend` or `attend_backward`."""
