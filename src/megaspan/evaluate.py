@@ -26,7 +26,7 @@ from megaspan.data import Row, Rows, prepare_rows
 from megaspan.human import UserError, format_tokens
 from megaspan.layers.head import head_of
 from megaspan.layers.loss import linear_cross_entropy, tile_tokens_for
-from megaspan.model import check_token_ids, load_model, load_tokenizer, prepare
+from megaspan.model import check_token_ids, load_model, load_tokenizer, plan_of, prepare
 from megaspan.world import device, keep_kernels, set_allocator
 
 BUCKETS = 16
@@ -122,7 +122,7 @@ def evaluate_command(what: str, flags: list[str]) -> dict[str, Any]:
         )
     typed = any(flag.replace("-", "_").partition("=")[0] == "__dataset_name" for flag in flags)
     loaded, rows = _load(config, typed)
-    model = prepare(loaded.model, config)
+    model = prepare(loaded.model, config, plan_of(loaded.model, config))  # `config` may be of a run, with its loop
     chosen = [rows[number] for number in range(len(rows))]
     buckets = loss_by_position(model, chosen, position_bounds(max(max(row.attention_lengths) for row in chosen)))
     tokens = sum(bucket.tokens for bucket in buckets)

@@ -8,7 +8,7 @@ from megaspan.model.forward import LongOutput
 from megaspan.model.kinds import unwrap
 from megaspan.model.load import LoadedModel, adopt_model, check_token_ids, load_model, load_tokenizer
 from megaspan.model.lora import wrap_lora
-from megaspan.model.prepared import Levers, levers, prepare, unprepare
+from megaspan.model.prepared import Levers, levers, plan_of, prepare, unprepare
 
 __all__ = [
     "Levers",
@@ -19,6 +19,7 @@ __all__ = [
     "levers",
     "load_model",
     "load_tokenizer",
+    "plan_of",
     "prepare",
     "unprepare",
     "unwrap",

@@ -33,6 +33,7 @@ from megaspan.model.forward import (
 from megaspan.model.kinds import check_loss_function, check_trainable, unwrap
 from megaspan.model.limits import check_host_room, check_logits_fit, device_of, free_bytes, past_window
 from megaspan.model.lora import check_adapter
+from megaspan.model.own_loop import check_own_loop
 from megaspan.model.tables import gathered_head
 
 if TYPE_CHECKING:
@@ -190,12 +191,14 @@ def prepare(model: Model, args: SFTConfig, plan: Plan | None = None, *, on_layer
 
     Args:
         model: on its device, with its weights.
-        args: the levers: `loss_type`, `gradient_checkpointing` and its `offload`, `max_length`, `allow_past_window`.
+        args: the levers: `loss_type`, `gradient_checkpointing` and its `offload`, `max_length`, `allow_past_window`. In your
+            own loop (without a plan) options of the trainer's loop are refused, and those that ask for another model.
         plan: what the planner chose; made from `args`, the model and the machine where it is not given.
         on_layer: called with ("forward" or "backward", layer) as a checkpointed step goes on.
 
     Raises:
-        UserError: the model is of a kind that is not proven exact, or was prepared before with other settings.
+        UserError: the model is of a kind that is not proven exact, or was prepared before with other settings; an option would
+            have no effect here.
     """
     inner = unwrap(model)
     earlier = levers(model)
@@ -217,7 +220,9 @@ def prepare(model: Model, args: SFTConfig, plan: Plan | None = None, *, on_layer
         raise UserError(
             f"the router's balance loss of {type(inner).__name__} is not known here", do="Set output_router_logits: false"
         )
-    plan = _plan(inner, args) if plan is None else plan
+    if plan is None:
+        check_own_loop(model, args)
+        plan = plan_of(model, args)
     _install(inner, args, plan, _settings(inner, args, plan), on_layer)
     return model
 
@@ -246,8 +251,12 @@ def levers(model: torch.nn.Module) -> Levers | None:
     return state
 
 
-def _plan(model: PreTrainedModel, args: SFTConfig) -> Plan:
-    """The plan for this model on this machine."""
+def plan_of(model: torch.nn.Module, args: SFTConfig) -> Plan:
+    """The plan for a model, as `prepare` is given it, on this machine.
+
+    Raises:
+        UserError: the options split a model that is whole, or no plan fits.
+    """
     from megaspan import world
     from megaspan.config.parallel import OPTIONS
     from megaspan.model.shard import shards
@@ -259,7 +268,7 @@ def _plan(model: PreTrainedModel, args: SFTConfig) -> Plan:
             f"{' × '.join(split)} asks for several devices, and this model is whole on one",
             do="Use megaspan's SFTTrainer, which splits model and rows, or remove it",
         )
-    return choose(args, facts_of(model), world.machine())
+    return choose(args, facts_of(unwrap(model)), world.machine())
 
 
 def _settings(model: PreTrainedModel, args: SFTConfig, plan: Plan) -> Settings:
