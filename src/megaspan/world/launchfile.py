@@ -36,6 +36,7 @@ class Key:
     do: str = "Remove it"
 
 
+NOT_COMPILED = "no model is compiled here, only the element-wise passes of layers"
 FSDP_AS_ALWAYS = "sharding works as FSDP2 does by default here, a layer at a time"
 
 KEYS: tuple[Key, ...] = (
@@ -47,12 +48,12 @@ KEYS: tuple[Key, ...] = (
         "Write gradient_accumulation_steps in the options of the run"),
     Key("ACCELERATE_GRADIENT_CLIPPING", "gradient_clipping", (), "it is an option of the run",
         "Write max_grad_norm in the options of the run"),
-    Key("ACCELERATE_DYNAMO_BACKEND", "dynamo_backend", ("no",), "nothing is compiled here", "Remove dynamo_config"),
-    Key("ACCELERATE_DYNAMO_MODE", "dynamo_mode", ("default",), "nothing is compiled here", "Remove dynamo_config"),
-    Key("ACCELERATE_DYNAMO_USE_FULLGRAPH", "dynamo_use_fullgraph", ("false",), "nothing is compiled here"),
-    Key("ACCELERATE_DYNAMO_USE_DYNAMIC", "dynamo_use_dynamic", ("false",), "nothing is compiled here"),
+    Key("ACCELERATE_DYNAMO_BACKEND", "dynamo_backend", ("no",), NOT_COMPILED, "Remove dynamo_config"),
+    Key("ACCELERATE_DYNAMO_MODE", "dynamo_mode", ("default",), NOT_COMPILED, "Remove dynamo_config"),
+    Key("ACCELERATE_DYNAMO_USE_FULLGRAPH", "dynamo_use_fullgraph", ("false",), NOT_COMPILED),
+    Key("ACCELERATE_DYNAMO_USE_DYNAMIC", "dynamo_use_dynamic", ("false",), NOT_COMPILED),
     Key("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", "dynamo_use_regional_compilation", ("false",),
-        "nothing is compiled here"),
+        NOT_COMPILED),
     Key("ACCELERATE_USE_SAGEMAKER", "compute_environment", ("false",), "only machines that you start processes on are known",
         "Write compute_environment: LOCAL_MACHINE"),
     # Read elsewhere in this file, or the same as what megaspan does.
