@@ -24,7 +24,6 @@ from megaspan.attention.context import RowContext, RowRanks
 from megaspan.attention.groupway import Going
 from megaspan.attention.layout import lay_out
 from megaspan.attention.seam import work_of
-from megaspan.config import parallel
 from megaspan.layers.attending import Attending
 from megaspan.model import levers, prepare, wrap_lora
 from megaspan.model.shard import shard
@@ -115,7 +114,6 @@ def same_as_plain(
     overrides: dict[str, Any] | None = None,
 ) -> None:
     """Every row once, one a data rank at a time."""
-    parallel.PROVEN = True
     mesh = Mesh(dp_shard=sizes[0], cp=sizes[1], sp=sizes[2], rank=rank)
     axes = device_axes(mesh, "cpu")
     dtype = torch.float32 if family == "gpt_oss" else torch.float64  # torch multiplies groups of experts in no wider type
