@@ -20,7 +20,10 @@ def cross(factors: Mapping[str, Sequence[Any]]) -> list[Case]:
 
 
 def pairwise(
-    factors: Mapping[str, Sequence[Any]], seed: int = 0, possible: Callable[[Case], bool] = lambda case: True
+    factors: Mapping[str, Sequence[Any]],
+    seed: int = 0,
+    possible: Callable[[Case], bool] = lambda case: True,
+    begun: Sequence[Case] = (),
 ) -> list[Case]:
     """Combinations that hold every pair of values of every two settings; the same ones for the same seed.
 
@@ -29,6 +32,7 @@ def pairwise(
         seed: of the order in which pairs are taken up.
         possible: whether a case, or a part of one, can be. What it refuses of a pair is left out; every other pair must have a
             case.
+        begun: cases of which some settings are wished for, values that `factors` lacks among them; the first of the table.
     """
     generator = random.Random(seed)
     names = list(factors)
@@ -36,10 +40,12 @@ def pairwise(
         frozenset([(a, x), (b, y)]) for a, b in itertools.combinations(names, 2) for x in factors[a] for y in factors[b]
     }
     open_pairs = {pair for pair in open_pairs if possible(dict(pair))}
-    table = []
-    while open_pairs:
-        first = generator.choice(sorted(map(sorted, open_pairs), key=repr))
-        case: Case = dict(first)
+    table: list[Case] = []
+    while open_pairs or len(table) < len(begun):
+        if len(table) < len(begun):
+            case = dict(begun[len(table)])
+        else:
+            case = dict(generator.choice(sorted(map(sorted, open_pairs), key=repr)))
         for name in sorted((name for name in names if name not in case), key=lambda name: -len(factors[name])):
             values = [value for value in factors[name] if possible(case | {name: value})]
             generator.shuffle(values)
