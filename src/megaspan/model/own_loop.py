@@ -1,8 +1,8 @@
-"""What `prepare` cannot do for somebody's own loop: options that ask for another model, another machine, or the trainer's loop.
+"""What `prepare` cannot do for somebody's own loop: options that ask for another model, another machine, or another optimizer.
 
-An `SFTConfig` describes a whole run; `prepare` reads the few of its options that are levers on a model. Each of the others was
-once accepted here and had no effect: an adapter that was not there (8B: 131 GB of states in place of 17), positions past the
-model's window that nothing extended, a gradient norm that nobody clipped.
+An `SFTConfig` describes a whole run; `prepare` reads those of its options that are levers on a model. Those of the loop
+(learning rate, clipping, steps) are there for the loop to read. Others were once accepted here and had no effect, whatever the
+loop did: an adapter that was not there (8B: 131 GB of states in place of 17), positions past the window that nothing extended.
 """
 
 from __future__ import annotations
@@ -17,12 +17,6 @@ from megaspan.model.limits import device_of
 if TYPE_CHECKING:
     from megaspan.config import SFTConfig
 
-TRAINERS = (
-    "num_train_epochs", "max_steps", "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps",
-    "warmup_ratio", "optim", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "offload_optimizer",
-)  # fmt: skip
-"""Options of the loop, which `prepare` has no part in."""
-
 
 def check_own_loop(model: torch.nn.Module, args: SFTConfig) -> None:
     """Refuses what would be ignored where there is a model and no trainer.
@@ -32,7 +26,7 @@ def check_own_loop(model: torch.nn.Module, args: SFTConfig) -> None:
         args: the options.
 
     Raises:
-        UserError: an option contradicts the model or the machine, or belongs to the trainer's loop.
+        UserError: an option contradicts the model or the machine, or asks for the trainer's optimizer.
     """
     if args.use_peft and not getattr(model, "peft_config", None):
         raise UserError(
@@ -55,13 +49,11 @@ def check_own_loop(model: torch.nn.Module, args: SFTConfig) -> None:
             do="Remove it, or move the model to the GPU before prepare",
             option="memory_limit",
         )
-    set_here = [name for name in TRAINERS if getattr(args, name) != type(args).model_fields[name].default]
-    if set_here:
-        one = len(set_here) == 1
+    if args.offload_optimizer:
         raise UserError(
-            f"{', '.join(set_here)} {'is an option' if one else 'are options'} of the trainer's loop, which prepare is not",
-            do=f"Leave {'it' if one else 'them'} out and let your own loop see to that, or train with megaspan's SFTTrainer",
-            option=set_here[0],
+            "offload_optimizer is for the trainer's optimizer, and prepare makes none",
+            do="Remove it, or train with megaspan's SFTTrainer",
+            option="offload_optimizer",
         )
 
 
