@@ -293,23 +293,31 @@ def test_evaluation_under_a_launcher_of_several_is_refused(monkeypatch, capsys):
         (["plan", "run"], "Did you mean run/config.yaml?"),
         (["plan", "run.yml"], "there is no file run.yml. Did you mean run.yaml?"),
         (["plan", "book.txt"], "Type megaspan plan CONFIG.yaml --dataset_name book.txt."),
-        (["train", "--max_steps", "3", "run.yaml"], "Type megaspan train run.yaml --max_steps 3."),
+        (["train", "--max_steps", "3", "run.yaml"], "Type megaspan train run.yaml and then the flags."),
         (["plan", "run.yaml", "max_length=4k"], "Write --max_length=4k."),
         (["plan", "run.yaml", "\u2013max_length", "4k"], "Write --max_length."),
         (["plan", "run.yaml", "-max-length", "4k"], "'-max-length' is not a flag. Write --max-length."),
         (["plan", "run.yaml", "--model", "qwen3-8b"], "Did you mean model_name_or_path?"),
         (["plan", "run.yaml", "--batch_size", "3"], "Did you mean per_device_train_batch_size?"),
         (["plan", "run.yaml", "--max_lenght", "3"], "Did you mean max_length?"),
-        (["run.yaml", "--seed", "3"], "The verb comes first: megaspan train run.yaml --seed 3."),
+        (["run.yaml", "--seed", "3"], "The verb comes first, then the file: megaspan train run.yaml --seed 3."),
+        (["--json", "plan", "run.yaml"], "The verb comes first, then the file: megaspan plan run.yaml --json."),
+        (["plan", "dangling.yaml"], "there is no file dangling.yaml. Give the path"),
+        (["plan", "~nobody-of-that-name/a.yaml"], "there is no file ~nobody-of-that-name/a.yaml"),
+        (["plan", "x" * 5000], "cannot be read: File name too long."),
+        (["plan", "run.yaml", "--model_name_or_path", "a b/c"], "no name that the hub could have; got 'a b/c'"),
+        (["plan", "run.yaml", "--model_name_or_path", "~nobody-of-that-name/x"], "this machine has no such user"),
+        (["plan", "run.yaml", "--model_name_or_path", "x" * 5000], "a name is longer than the file system knows: xxx"),
         (["report", "run"], "plots.png"),
         (["paln", "run.yaml"], "Did you mean megaspan plan?"),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+    ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else "",
 )  # fmt: skip
 def test_a_slip_is_answered_with_what_to_type(tmp_path, monkeypatch, capsys, words, said):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.yaml").write_text("max_length: 4k\nmodel_name_or_path: qwen3-0.6b\ndataset_name: book.txt\n")
     (tmp_path / "book.txt").write_text("a: book: of words")
+    (tmp_path / "dangling.yaml").symlink_to("nowhere")
     for folder, file in (("model", "config.json"), ("run", "config.yaml")):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / file).write_text("{}")
@@ -317,3 +325,12 @@ def test_a_slip_is_answered_with_what_to_type(tmp_path, monkeypatch, capsys, wor
     told = capsys.readouterr().err
     assert said in told
     assert told.count("megaspan: ") == 1, "one sentence"
+
+
+def test_a_file_may_be_the_value_of_the_last_flag(tmp_path, monkeypatch, capsys):
+    """It was taken for the configuration behind its flags."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.yaml").write_text("")
+    assert cli.main(["plan", "--max_length", "4k", "--model_name_or_path", "qwen3-0.6b", "--output_dir", "a.yaml"]) == 0
+    assert cli.main(["train", "--deepspeed", "a.yaml"]) == 2
+    assert "DeepSpeed would take over" in capsys.readouterr().err

@@ -8,6 +8,7 @@ takes seconds. Progress goes to stderr and the result to stdout, as text or, wit
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -378,6 +379,10 @@ def _judge(error: BaseException) -> tuple[int, list[str]]:
     if _is_out_of_memory(error):
         first = (str(error).strip().splitlines() or ["no memory left on the host"])[0]
         return OUT_OF_MEMORY, [f"out of memory: {first}", *notes, "megaspan plan with this file shows what fits"]
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return WRONG, [f"a name is longer than the file system knows: {str(error.filename)[:40]}…", *notes]
+    if isinstance(error, RuntimeError) and str(error).startswith("Could not determine home directory"):
+        return WRONG, ["a path begins with ~ and a name, and this machine has no such user. Write the folder out", *notes]
     signum = getattr(error, "signum", signal.SIGINT if isinstance(error, KeyboardInterrupt) else None)
     if signum is not None:
         return 128 + int(signum), [f"interrupted by {signal.Signals(signum).name}", *notes]

@@ -24,7 +24,6 @@ from megaspan.model.load import load_model
 from megaspan.model.shard import materialise, reset, shard, sharding_mesh, shards
 from megaspan.model.sharded import load_sharded
 from megaspan.model.source import Source
-from megaspan.model.tables import gathered_head
 from megaspan.optimizer import Optimizer
 from megaspan.plan.states import StatePlan
 from megaspan.world.axes import Mesh, device_axes
@@ -269,11 +268,11 @@ def the_embedding_is_not_held_to_the_end_of_the_backward(rank: int, world: int) 
     assert [float(gradient[word].mean()) for word in (1, 5, 2)] == [2 * world, world, 0]
 
 
-def the_output_layer_is_not_held_beside_the_layers_backward(rank: int, world: int, tied: bool, chunked: bool) -> None:
-    """The loss's graph holds its leaf; the memory is given back with the gradient, when the layers' backward has not begun."""
+def the_output_layer_is_held_only_where_a_backward_reads_it(rank: int, world: int, tied: bool, loss_type: str) -> None:
+    """The loss's graph holds its leaf; the memory of what is read in the forward alone is given back behind the loss."""
     model: Any = tiny("qwen3", tied=tied)
     shard(model, mesh_of(world), masters=True, compute=torch.float32)
-    prepare(model, settings(), plan())
+    prepare(model, settings(loss_type=loss_type), plan())
     cut = shards(model)
     assert cut is not None
     table = next(each for each in cut.tables if each.holds(model.lm_head.weight))
@@ -281,17 +280,27 @@ def the_output_layer_is_not_held_beside_the_layers_backward(rank: int, world: in
     leaves: list[torch.Tensor] = []
     gather = table._gather
     with patch.object(table, "_gather", lambda: (leaves.append(gather()), leaves[-1])[1]):
-        if chunked:
-            loss = model(**row).loss
-        else:
-            with gathered_head(model):
-                loss = (model.model(row["input_ids"])[0] @ model.lm_head.weight.T).square().mean()
-    assert leaves[-1].untyped_storage().nbytes() == leaves[-1].nbytes, "a backward may read it"
+        loss = model(**row).loss
+    assert leaves[-1].untyped_storage().nbytes() == (leaves[-1].nbytes if loss_type == "nll" else 0)
     loss.backward()
-    assert leaves[-1].untyped_storage().nbytes() == 0
-    assert loss.grad_fn is not None
-    gradient = whole(model.lm_head.weight.grad)
-    assert bool(gradient.abs().sum() > 0)
+    assert bool(whole(model.lm_head.weight.grad).abs().sum() > 0)
+
+
+def whoever_reads_the_output_layer_beside_the_logits_may(rank: int, world: int, tied: bool) -> None:
+    """A hook that computes with the detached weight too: the backward of that comes after the weight's own gradient."""
+    model: Any = tiny("qwen3", tied=tied)
+    shard(model, mesh_of(world), masters=True, compute=torch.float32)
+    prepare(model, settings(), plan())
+    extra: list[torch.Tensor] = []
+
+    def also(module: Any, inputs: tuple[torch.Tensor], _: Any) -> None:
+        extra.append((inputs[0] @ module.weight.detach().T).square().mean())
+
+    hook = model.lm_head.register_forward_hook(also, prepend=True)
+    logits = model(input_ids=batch(12, seed=rank)["input_ids"]).logits
+    (logits.square().mean() + extra[0]).backward()
+    hook.remove()
+    assert bool(whole(model.lm_head.weight.grad).abs().sum() > 0)
 
 
 def a_step_that_was_broken_off_leaves_shards(rank: int, world: int) -> None:
@@ -464,9 +473,10 @@ def test_two_ranks(tmp_path):
             (pure_bf16, ()),
             (weights_without_gradients_are_not_reduced, ()),
             (the_embedding_is_not_held_to_the_end_of_the_backward, ()),
-            (the_output_layer_is_not_held_beside_the_layers_backward, (True, True)),
-            (the_output_layer_is_not_held_beside_the_layers_backward, (False, True)),
-            (the_output_layer_is_not_held_beside_the_layers_backward, (True, False)),
+            (the_output_layer_is_held_only_where_a_backward_reads_it, (True, "chunked_nll")),
+            (the_output_layer_is_held_only_where_a_backward_reads_it, (False, "chunked_nll")),
+            (the_output_layer_is_held_only_where_a_backward_reads_it, (False, "nll")),
+            (whoever_reads_the_output_layer_beside_the_logits_may, (False,)),
             (a_step_that_was_broken_off_leaves_shards, ()),
             (random_weights_are_those_of_one_device, ("gemma3", True, torch.bfloat16)),
             (random_weights_are_those_of_one_device, ("gpt_oss", False, torch.float32)),

@@ -29,8 +29,11 @@ def test_a_users_own_word_counts(given, told, tmp_path):
 
 
 def test_a_folder_of_the_users_own_is_used(tmp_path):
-    environ = {PLACE: "/elsewhere"}
-    assert keep_kernels(environ, tmp_path) == "kept in /elsewhere"
+    environ = {PLACE: str(tmp_path / "elsewhere")}
+    told = f"kept in {tmp_path / 'elsewhere'}"
+    assert keep_kernels(environ) == told
+    assert keep_kernels(environ) == told, "the second time too"
+    assert (tmp_path / "elsewhere" / "lock").is_file()
 
 
 def test_a_file_system_without_locks_keeps_nothing(tmp_path, monkeypatch):

@@ -6,7 +6,9 @@ typed by people who know other tools, and "is not an option" sends them to a lis
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Collection, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from megaspan.human import UserError, nearest
@@ -42,7 +44,10 @@ def verb_meant(words: Sequence[str], verbs: Collection[str]) -> str:
     """What to type instead of a command line that begins with no verb."""
     first = words[0]
     if first.startswith(DASHES) or first.endswith(_FILES):
-        return f"The verb comes first: megaspan train {' '.join(words)}"
+        verb = next((word for word in words if word in verbs), "train")
+        files = [word for before, word in pairwise(["", *words]) if word.endswith(_FILES) and not before.startswith("--")]
+        rest = [word for word in words if word != verb and word not in files]
+        return f"The verb comes first, then the file: megaspan {shlex.join([verb, *files, *rest])}"
     close = nearest(first, verbs)
     return _NOT_YET.get(first) or (f"Did you mean megaspan {close}?" if close else "megaspan --help lists them")
 
@@ -74,15 +79,22 @@ def file_meant(
         flags: the flags and their values.
         shapes: gives the names of shapes, which are models.
     """
-    last = flags[-1] if flags else ""
-    if not words and last.endswith(_FILES) and Path(last).is_file():
-        return UserError(f"the file {last} comes before all flags", do=f"Type megaspan {verb} {' '.join([last, *flags[:-1]])}")
+    *before, last = flags or [""]
+    value = bool(before) and before[-1].startswith("--") and "=" not in before[-1]
+    if not words and not value and last.endswith(_FILES) and _is_file(last):
+        return UserError(
+            f"the file {last} comes before all flags", do=f"Type megaspan {verb} {shlex.quote(last)} and then the flags"
+        )
     for word in words:
-        path = Path(word).expanduser()
-        if path.exists() and not path.is_dir():
+        try:
+            path = Path(word).expanduser()
+            there = path.exists()
+        except (OSError, RuntimeError):  # longer than a name can be, a home of nobody, a folder that is closed
+            continue
+        if there and not path.is_dir():
             if path.suffix in _DATA:
                 what = f"{word} is text to train on, and megaspan {verb} takes a YAML file of options here"
-                return UserError(what, do=f"Type megaspan {verb} CONFIG.yaml --dataset_name {word}")
+                return UserError(what, do=f"Type megaspan {verb} CONFIG.yaml --dataset_name {shlex.quote(word)}")
             continue
         if word.startswith(DASHES):
             return UserError(
@@ -93,12 +105,19 @@ def file_meant(
         if (path / "config.json").is_file() or word in shapes() or _like_a_hub_name(word):
             what = f"{word} is a model, and megaspan {verb} takes a YAML file of options here"
             data = "" if verb == "plan" else " --dataset_name TEXT"
-            return UserError(what, do=f"Type megaspan {verb} --model_name_or_path {word} --max_length 128k{data}")
+            return UserError(what, do=f"Type megaspan {verb} --model_name_or_path {shlex.quote(word)} --max_length 128k{data}")
         if (path / "config.yaml").is_file():
             return UserError(f"{word} is a folder", do=f"Did you mean {path / 'config.yaml'}?")
         if close := _close_file(path):
             return UserError(f"there is no file {word}", do=f"Did you mean {close}?")
     return None
+
+
+def _is_file(word: str) -> bool:
+    try:
+        return Path(word).is_file()
+    except OSError:
+        return False
 
 
 def _like_a_hub_name(word: str) -> bool:
@@ -113,6 +132,6 @@ def _close_file(path: Path) -> Path | None:
     """A YAML file beside `path` of nearly its name."""
     if path.is_dir() or not path.parent.is_dir():
         return None
-    names = [each.name for each in path.parent.iterdir() if each.suffix in _FILES]
+    names = [each.name for each in path.parent.iterdir() if each.suffix in _FILES and each.is_file()]
     close = f"{path.stem}.yaml" if f"{path.stem}.yaml" in names else nearest(path.name, names, likeness=0.7)
     return path.parent / close if close else None

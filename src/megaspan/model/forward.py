@@ -172,11 +172,12 @@ def _with_labels(model: Any, settings: Settings, arguments: dict[str, Any]) -> A
         hidden_tE, routers = _backbone(model, runs, router=wanted and balance is None)
     labels_t = torch.cat([shifted_bT[piece.row, piece.start : piece.stop] for piece in pieces])
     labels_t = labels_t.to(hidden_tE.device, torch.int64)
-    with gathered_head(model):
+    plain = settings.loss_type == "nll"
+    with gathered_head(model, read_later=plain):  # in tiles the loss makes its gradients in the forward
         head = head_of(model)
-        if settings.loss_type == "nll":
+        if plain:
             check_logits_fit(hidden_tE.shape[0], head.weight_VE.shape[0], free_bytes(hidden_tE.device, settings.host_bytes))
-        loss_function = plain_cross_entropy if settings.loss_type == "nll" else linear_cross_entropy
+        loss_function = plain_cross_entropy if plain else linear_cross_entropy
         items = arguments.get("num_items_in_batch")
         items = labels_t.ne(-100).sum() if items is None else torch.as_tensor(items, device=labels_t.device)
         items = items.clamp(min=1)

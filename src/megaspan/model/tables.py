@@ -8,8 +8,8 @@ layer alone is never entered. So a table is cut like every other parameter, but 
 
 * for the embedding's forward, which needs it no longer than that, and for the loss: at most twice a row, tied or not, and never
   in the backward (the chunked loss makes its gradients in the forward; the plain one keeps the table until its backward). The
-  graph holds either leaf to the end of the backward, so its memory is given back: the embedding's after the look-up, the output
-  layer's when its gradient is there (1.2 GB each at 8B; two ranks held 0.7 GiB of 36.9 of the 4B shape without need);
+  graph holds either leaf to the end of the backward, so where no backward reads it its memory is given back after the use
+  (1.2 GB each at 8B; two ranks held 0.7 GiB of 36.9 of the 4B shape without need);
 * each use gets a leaf of its own. When a backward has made the leaf's gradient, in fp32, it is reduced and scattered, and added
   to the gradient of the shard.
 
@@ -119,8 +119,6 @@ class Table:
     def _reduce(self, leaf: Tensor) -> None:
         gradient, leaf.grad = leaf.grad, None
         assert gradient is not None
-        if not self.holds(leaf):
-            leaf.untyped_storage().resize_(0)  # all that read it has run; the graph of the loss holds it to the backward's end
         mesh, group = self._mesh, shard_group(self._mesh)
         share = -(-gradient.shape[0] // group.size())
         total = gradient.new_empty(share, *gradient.shape[1:])
@@ -144,11 +142,12 @@ def keep_tables(model: Any, tables: list[Table]) -> None:
 
 
 @contextmanager
-def gathered_head(model: Any) -> Iterator[None]:
+def gathered_head(model: Any, read_later: bool = True) -> Iterator[None]:
     """Inside, what `head_of(model)` reads is whole; nothing happens where the model is not sharded.
 
     Args:
         model: the transformers model.
+        read_later: a backward may read it; else its memory is free behind the block, whatever graph holds it.
     """
     tables: list[Table] | None = model.__dict__.get(_TABLES)
     if tables is None:
@@ -160,7 +159,7 @@ def gathered_head(model: Any) -> Iterator[None]:
         for table in tables:
             if any(table.holds(tensor) for tensor in wanted):
                 stack.callback(table.leave)
-                table.enter()
+                table.enter(read_later)
         yield
 
 

@@ -307,8 +307,18 @@ def _from_hub(name: str, revision: str | None) -> Path:
             option="model_name_or_path",
         )
     from huggingface_hub import hf_hub_download, try_to_load_from_cache  # a quarter of a second, so only here
+    from huggingface_hub.errors import HFValidationError
 
-    cached = try_to_load_from_cache(name, "config.json", revision=revision)
+    try:
+        cached = try_to_load_from_cache(name, "config.json", revision=revision)
+    except HFValidationError as error:
+        raise UserError(
+            "model_name_or_path is no folder, and no name that the hub could have",
+            got=name,
+            allowed=f"a folder with a config.json, owner/name, or {', '.join(shape_names())}",
+            do="Check its spelling",
+            option="model_name_or_path",
+        ) from error
     if isinstance(cached, str):
         return Path(cached)
     if (reason := no_way_to_the_hub(name, revision)) is not None:

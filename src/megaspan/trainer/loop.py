@@ -127,7 +127,7 @@ class Loop:
             if not self.optimizer.updating:
                 self._check()
             self.progress.phase("optimizer")
-            self._beat("optimizer")
+            self._beat("optimizer", self.job.patience.row)  # states on a disk may take as long as a forward
             self.callbacks.call("on_pre_optimizer_step")
             self._norm = self._update(sums, step)
         except NonFiniteGradient as error:
@@ -233,10 +233,10 @@ class Loop:
         self.job.ranks.beat(f"evaluation after step {self.callbacks.state.global_step} row {number + 1}", self.job.patience.row)
         self._check()
 
-    def _beat(self, phase: str) -> None:
-        """Notes where this rank is, and how long it may stay there before the others wonder."""
+    def _beat(self, phase: str, patience: float | None = None) -> None:
+        """Notes where this rank is, and how long it may stay there before the others wonder: by default as long as a layer."""
         first = FIRST_FORWARD if self.callbacks.state.global_step == self._begun_at else 0.0
-        self.job.ranks.beat(self._where + phase, self.job.patience.layer + first)
+        self.job.ranks.beat(self._where + phase, (patience or self.job.patience.layer) + first)
 
     def _check(self) -> None:
         """Raises `Interrupted` where all ranks stop for a signal that has come to any of them."""

@@ -23,10 +23,12 @@ def keep_kernels(environ: MutableMapping[str, str] = os.environ, folder: Path | 
         environ: of this process.
         folder: for the kernels; by default `~/.cache/megaspan/kernels`.
     """
+    if environ.get(SWITCH) == "1" and PLACE in environ:
+        return f"kept in {environ[PLACE]}"  # by this process already, or by the user
     if SWITCH in environ:
         return f"{'kept' if environ[SWITCH] == '1' else 'not kept'} (your own {SWITCH}={environ[SWITCH]})"
     try:
-        folder = folder or Path.home() / ".cache" / "megaspan" / "kernels"
+        folder = Path(environ.get(PLACE) or folder or Path.home() / ".cache" / "megaspan" / "kernels").absolute()
         folder.mkdir(parents=True, exist_ok=True)
         _lock(folder / "lock")
     except (OSError, RuntimeError) as error:  # no home, not ours to write, full, or no locks
