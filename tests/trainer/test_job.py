@@ -56,6 +56,18 @@ def test_ranks_plan_for_what_all_of_them_have_and_compare_their_plans(tmp_path, 
         trainer(model_folder, tmp_path, documents([40, 30]), max_steps=1)
 
 
+def test_heads_are_refused_with_what_was_typed_before_anything_is_planned(tmp_path, model_folder, monkeypatch):
+    """A plan knows nothing of --nproc: the line that it said to type started one process."""
+
+    def refuse(mesh, heads, kv_heads):
+        raise UserError(f"{heads} and {kv_heads} heads")
+
+    monkeypatch.setattr(world.Mesh, "check_heads", refuse)
+    monkeypatch.setattr(setup, "plan_command", None)
+    with pytest.raises(UserError, match="4 and 2 heads"):
+        trainer(str(model_folder), tmp_path, documents([40]), max_steps=1)
+
+
 def test_a_limit_of_gpu_memory_needs_a_gpu(tmp_path, model_folder):
     """It was taken and had no effect; a plan may have it for a machine elsewhere."""
     if torch.cuda.is_available():

@@ -152,7 +152,8 @@ class Tokeniser:
         if self._frame is not None:
             return
         if self._tokenizer is None:
-            do = "Copy tokenizer.json and tokenizer_config.json of its base model into its folder, or give input_ids"
+            do = "Copy tokenizer.json and tokenizer_config.json of its base model into its folder (a shape has none: name a "
+            do += "model in its place), or give input_ids"
             raise UserError("text needs a tokenizer, and the model has none", do=do)
         self._frame = find_frame(self._tokenizer, self._eos_id)
         self.special_ids |= {*self._frame.front, *self._frame.end}

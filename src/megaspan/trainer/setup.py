@@ -43,6 +43,7 @@ from megaspan.model.sharded import load_sharded
 from megaspan.model.taken import check_files
 from megaspan.optimizer import check_optim
 from megaspan.plan import Plan, RankSizes, choose, free_disk, plan_command
+from megaspan.plan.ranks import heads_of
 from megaspan.report import check_trackers
 from megaspan.trainer.given import adopt, check_given, compared
 from megaspan.trainer.job import Job, say
@@ -94,9 +95,10 @@ def set_up(
     seconds: dict[str, float] = {}
     with _timed(seconds, "tokenise"):
         if given is None:
-            # Refuses positions, models and heads that cannot be, before the text is read.
-            facts = plan_command(args, world.machine(), sizes).model
-            ranks.mesh.check_heads(facts.heads, facts.kv_heads)
+            # Refuses positions, models and heads that cannot be, before the text is read; heads with what was typed here.
+            if (heads := heads_of(args)) is not None:
+                ranks.mesh.check_heads(*heads)
+            plan_command(args, world.machine(), sizes)
             check_files(args)
             tokenizer = tokenizer or load_tokenizer(args)
         rows, eval_rows = ranks.in_turn(

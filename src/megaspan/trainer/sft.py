@@ -178,7 +178,7 @@ class SFTTrainer:
         if speaks:
             precision = Line("precision", optimizer.precision, optimizer.reason)
             print_header(job.header(schedule, precision, rehearsal, checkpoint, changed))
-        begun = time.monotonic()
+        begun, first = time.monotonic(), state.global_step
 
         def save() -> Path:
             return store.save_checkpoint(
@@ -213,7 +213,8 @@ class SFTTrainer:
         seconds = time.monotonic() - begun
         if self._draws:
             self._draw()
-        return TrainOutput(state.global_step, loop.mean_loss, {"train_runtime": seconds, "train_loss": loop.mean_loss})
+        found = {"train_runtime": seconds, "train_loss": loop.mean_loss} | ({"resumed_at_step": float(first)} if first else {})
+        return TrainOutput(state.global_step, loop.mean_loss, found)
 
     def evaluate(self, eval_dataset: Any = None, metric_key_prefix: str = "eval") -> dict[str, float]:
         """Loss, token accuracy and entropy on held-out rows, by the code that trains.
@@ -328,6 +329,7 @@ def run(config: SFTConfig) -> dict[str, Any]:
         "last_loss": round(losses[-1], 4) if losses else None,
         "tokens": trainer.state.num_input_tokens_seen,
         "seconds": round(output.metrics["train_runtime"], 1),
+        **({"seconds_since_step": int(output.metrics["resumed_at_step"])} if "resumed_at_step" in output.metrics else {}),
         "model": str(Path(config.output_dir) / store.FINAL),
         "metrics": str(Path(config.output_dir) / "metrics.jsonl"),
     }
