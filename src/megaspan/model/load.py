@@ -10,9 +10,6 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import logging as transformers_logging
 
 from megaspan.human import UserError
 from megaspan.model.counted import facts_of
@@ -36,6 +32,7 @@ from megaspan.model.source import (
     unreadable,
 )
 from megaspan.rope import RopeChoice, RopeReadback, read_back, require_exact, resolve_rope
+from megaspan.world.quiet import bar_on_terminals_only
 
 if TYPE_CHECKING:
     from megaspan.config import SFTConfig
@@ -266,19 +263,6 @@ def _random_model(
             raise unreadable(source, error) from error
 
 
-@contextmanager
-def _bar_on_terminals_only() -> Iterator[None]:
-    """transformers draws a bar while it reads weights: welcome for 16 GB on a terminal, noise in a log file."""
-    hidden = transformers_logging.is_progress_bar_enabled() and not sys.stderr.isatty()
-    if hidden:
-        transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if hidden:
-            transformers_logging.enable_progress_bar()
-
-
 def _pretrained_model(
     source: Source, model_config: PretrainedConfig, device: torch.device, dtype: torch.dtype, trust_remote_code: bool
 ) -> tuple[PreTrainedModel, int]:
@@ -286,7 +270,7 @@ def _pretrained_model(
     # With accelerate, transformers reads every tensor straight onto the device; without, the host holds the model once.
     direct = device.type != "cpu" and importlib.util.find_spec("accelerate") is not None
     try:
-        with _bar_on_terminals_only():
+        with bar_on_terminals_only():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 source.place,
                 config=copy.deepcopy(model_config),

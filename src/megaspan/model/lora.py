@@ -10,13 +10,13 @@ LoRA: Hu et al., arXiv:2106.09685.
 from __future__ import annotations
 
 import importlib.util
-import warnings
 from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
 
 from megaspan.human import UserError
 from megaspan.model.load import LoadedModel, with_model
+from megaspan.world.quiet import peft_at_work
 
 if TYPE_CHECKING:
     from megaspan.config import SFTConfig
@@ -59,9 +59,7 @@ def wrap_lora(model: Any, config: SFTConfig, peft_config: Any = None) -> Any:
     chosen = _options(config) if peft_config is None else peft_config
     check_adapter(chosen)
     try:
-        with warnings.catch_warnings():
-            # peft asks transformers by a name that is to go, which no user can change.
-            warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+        with peft_at_work():
             # The adapter has the type of the weights around it; its fp32 masters live in the optimizer, like all others.
             return get_peft_model(model, chosen, autocast_adapter_dtype=False)
     except ValueError as error:

@@ -9,10 +9,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +19,7 @@ from megaspan.store.checkpoint import TRAINABLE, WEIGHTS, latest_checkpoint
 from megaspan.store.folder import MANIFEST, damaged_files, new_folder, read_manifest
 from megaspan.store.plain import save_model
 from megaspan.store.tensors import TensorFile
+from megaspan.world.quiet import bar_on_terminals_only, peft_at_work
 
 FINAL = "model"
 _OF_CHECKPOINTS = {
@@ -143,42 +140,19 @@ def _load_base(origin: dict[str, Any], config: Any) -> Any:
     config.get_text_config().vocab_size = (
         AutoConfig.from_pretrained(name, revision=commit or "main").get_text_config().vocab_size
     )
-    with _bar_on_terminals_only():
+    with bar_on_terminals_only():
         base = AutoModelForCausalLM.from_pretrained(name, revision=commit or "main", config=config, dtype=config.dtype)
     if config.get_text_config().vocab_size != vocabulary:
         base.resize_token_embeddings(vocabulary, mean_resizing=False)  # the checkpoint holds all of them
     return base
 
 
-@contextmanager
-def _bar_on_terminals_only() -> Iterator[None]:
-    """transformers draws a bar while it reads weights, which is noise in a log file."""
-    from transformers.utils import logging
-
-    hidden = logging.is_progress_bar_enabled() and not sys.stderr.isatty()
-    if hidden:
-        logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if hidden:
-            logging.enable_progress_bar()
-
-
 def _around(base: Any, folder: Path) -> Any:
     """The base with the checkpoint's adapter around it, its weights not yet filled in."""
     from peft import LoraConfig, get_peft_model
 
-    with _peft_at_work():
+    with peft_at_work():
         return get_peft_model(base, LoraConfig.from_pretrained(str(folder)))
-
-
-@contextmanager
-def _peft_at_work() -> Iterator[None]:
-    """peft 0.21 asks transformers by a name that is to go, which no user can change (`model/lora.py` has the same)."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
-        yield
 
 
 def _load_adapter(folder: Path) -> Any:
@@ -193,7 +167,7 @@ def _load_adapter(folder: Path) -> Any:
     facts, config = json.loads((folder / "megaspan.json").read_text()), AutoConfig.from_pretrained(folder / "base")
     config.get_text_config().vocab_size = facts["vocab_size"]
     base = _load_base(facts, config)
-    with _peft_at_work():
+    with peft_at_work():
         return PeftModel.from_pretrained(base, str(folder))
 
 
