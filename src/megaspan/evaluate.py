@@ -122,7 +122,7 @@ def evaluate_command(what: str, flags: list[str]) -> dict[str, Any]:
         )
     typed = any(flag.replace("-", "_").partition("=")[0] == "__dataset_name" for flag in flags)
     loaded, rows = _load(config, typed)
-    model = prepare(loaded.model, config, plan_of(loaded.model, config))  # `config` may be of a run, with its loop
+    model = prepare(loaded.model, config, plan_of(loaded.model, config))  # `config` may be of a run, with its optimizer
     chosen = [rows[number] for number in range(len(rows))]
     buckets = loss_by_position(model, chosen, position_bounds(max(max(row.attention_lengths) for row in chosen)))
     tokens = sum(bucket.tokens for bucket in buckets)

@@ -192,7 +192,7 @@ def prepare(model: Model, args: SFTConfig, plan: Plan | None = None, *, on_layer
     Args:
         model: on its device, with its weights.
         args: the levers: `loss_type`, `gradient_checkpointing` and its `offload`, `max_length`, `allow_past_window`. In your
-            own loop (without a plan) options of the trainer's loop are refused, and those that ask for another model.
+            own loop (without a plan) options are refused that ask for another model or optimizer.
         plan: what the planner chose; made from `args`, the model and the machine where it is not given.
         on_layer: called with ("forward" or "backward", layer) as a checkpointed step goes on.
 

@@ -1,6 +1,6 @@
 """What people see of a run: header, progress, metrics, trackers, pictures. All of it on stderr or in the run folder."""
 
-from megaspan.report.flops import flops_formula, model_flops
+from megaspan.report.flops import flops_formula, heaviest_layer, model_flops
 from megaspan.report.header import Line, print_header
 from megaspan.report.metrics import Metrics, read_metrics
 from megaspan.report.plots import plot_positions, plot_run
@@ -13,6 +13,7 @@ __all__ = [
     "Progress",
     "check_trackers",
     "flops_formula",
+    "heaviest_layer",
     "model_flops",
     "plot_positions",
     "plot_run",

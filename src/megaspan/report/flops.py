@@ -43,6 +43,15 @@ def model_flops(facts: ModelFacts, tokens: int | Sequence[int], *, frozen: bool 
     return float(linear + 12 * facts.query_width * pairs)
 
 
+def heaviest_layer(facts: ModelFacts, tokens: int) -> float:
+    """The part of a row's FLOP that its heaviest layer takes: among windows, one that sees the whole row."""
+    layers = [
+        6 * facts.linear_parameters(layer) * tokens + 12 * facts.query_width * attended_pairs(tokens, facts.span(layer))
+        for layer in range(facts.layers)
+    ]
+    return max(layers) / (sum(layers) + 6 * facts.head_parameters * tokens)
+
+
 def flops_formula(facts: ModelFacts, *, frozen: bool = False) -> str:
     """The formula with this model's numbers, for the run header."""
     windows = [span for layer in range(facts.layers) if (span := facts.span(layer)) is not None]

@@ -27,7 +27,7 @@ from megaspan.layers.shards import compute_dtype
 from megaspan.model import Levers, LoadedModel, check_token_ids, levers
 from megaspan.model.shard import reset
 from megaspan.plan import ModelFacts, Plan
-from megaspan.report import Line, flops_formula, model_flops
+from megaspan.report import Line, flops_formula, heaviest_layer, model_flops
 from megaspan.trainer.patience import Patience
 from megaspan.trainer.schedule import Schedule
 from megaspan.trainer.share import Share
@@ -121,7 +121,8 @@ class Job:
     def patience(self) -> Patience:
         """How long a rank may be in a phase before the others wonder."""
         flops = self._flops(self.plan.tokens) / self.ranks.mesh.size("row")
-        return Patience(flops, self.facts.layers, self.device.type, self.plan.seconds.total or 0.0)
+        heaviest = heaviest_layer(self.facts, self.plan.tokens)
+        return Patience(flops, heaviest, self.device.type, self.plan.seconds.total or 0.0)
 
     def _flops(self, lengths: int | Sequence[int]) -> float:
         """Forward and backward of stretches that attend to themselves."""

@@ -24,13 +24,13 @@ class Patience:
 
     Args:
         flops: of the longest row, forward and backward, on each of the ranks that share it.
-        layers: of the model.
+        heaviest: the part of it that the heaviest layer takes; with windows one takes several times the mean.
         device: the type of device that computes.
         planned: seconds of a step with such a row by the plan, 0 where it knows none.
     """
 
-    def __init__(self, flops: float, layers: int, device: str, planned: float = 0.0) -> None:
-        self._flops, self._layers = flops, layers
+    def __init__(self, flops: float, heaviest: float, device: str, planned: float = 0.0) -> None:
+        self._flops, self._heaviest = flops, heaviest
         self._row = flops / _SLOWEST.get(device, _SLOWEST["cuda"])
         self._fastest = 0.0
         if planned:
@@ -47,11 +47,13 @@ class Patience:
 
     @property
     def layer(self) -> float:
-        """Of a layer of the longest row."""
-        row = min(self._row, _SLACK * self._flops / self._fastest) if self._fastest else self._row
-        return row / self._layers
+        """Of any layer of the longest row."""
+        return self._step() * self._heaviest
 
     @property
     def row(self) -> float:
         """Of the forward of the longest row, the first one too."""
-        return self.layer * self._layers + FIRST_FORWARD
+        return self._step() + FIRST_FORWARD
+
+    def _step(self) -> float:
+        return min(self._row, _SLACK * self._flops / self._fastest) if self._fastest else self._row
