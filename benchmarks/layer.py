@@ -16,7 +16,7 @@ import torch
 from megaspan.attention import install as install_attention
 from megaspan.human import parse_tokens
 from megaspan.layers.checkpoint import Checkpointing
-from megaspan.layers.stream import LayerPlan
+from megaspan.layers.dials import LayerPlan
 from megaspan.layers.streamed import Streaming
 from megaspan.plan.keep import KeepPolicy
 

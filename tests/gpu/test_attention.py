@@ -139,7 +139,7 @@ def gradients_of(model, ids):
 
 def stream(model, kernels=None, **options):
     """megaspan's attention by the given kernels, and streamed layers."""
-    from megaspan.layers.stream import LayerPlan
+    from megaspan.layers.dials import LayerPlan
     from megaspan.layers.streamed import Streaming
     from megaspan.plan.keep import KeepPolicy
 

@@ -30,6 +30,9 @@ class Group:
         self.number, self.said = number, said
         said.append(f"begin {number}")
 
+    def arrive(self) -> None:
+        self.said.append(f"arrive {self.number}")
+
     def forward(self) -> tuple[Any, torch.Tensor]:
         self.said.append(f"attend {self.number}")
         number, said = self.number, self.said
@@ -91,6 +94,32 @@ def test_an_output_of_sp_is_given_one_group_late_and_any_other_at_once(name: str
     assert [each for each in begin.said if not each.startswith(("begin", "ready"))] == wanted
     for number in range(GROUPS):  # called between the two
         assert begin.said.index(f"ready {number}") == begin.said.index(f"attend {number}") - 1
+
+
+def test_with_ahead_a_group_is_begun_before_on_one_rank_too() -> None:
+    begin = Begun()
+    for _, now in one_ahead(GROUPS, begin, None, True):
+        now.forward()
+    assert begin.said == AHEAD
+    begin = Begun()
+    list(attended(GROUPS, begin, None, lambda number: None, True))
+    assert [each for each in begin.said if not each.startswith("land")] == AHEAD
+
+
+@pytest.mark.parametrize("fails_at", range(GROUPS))
+def test_what_is_being_made_is_waited_for_where_somebody_fails(fails_at: int) -> None:
+    """Its memory goes when the iteration does; the last group has none after it."""
+    begin = Begun()
+    with pytest.raises(ZeroDivisionError):
+        _fails(one_ahead(GROUPS, begin, None, True), fails_at)
+    coming = [f"arrive {fails_at + 1}"] if fails_at + 1 < GROUPS else []
+    assert [each for each in begin.said if each.startswith("arrive")] == coming
+
+
+def _fails(groups: Any, at: int) -> None:
+    for number, _ in groups:
+        if number == at:
+            raise ZeroDivisionError
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megaspan.attention import install as install_attention
+from megaspan.layers.dials import LayerPlan
 from megaspan.layers.fused import Fused, RmsNorm
-from megaspan.layers.stream import LayerPlan
 from megaspan.layers.streamed import Streaming
 from tests.models import FAMILIES, assert_same_gradients, batch, gradients, tiny
 

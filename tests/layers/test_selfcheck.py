@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from megaspan.attention import install as install_attention
+from megaspan.layers.dials import LayerPlan
 from megaspan.layers.family import Family, describe
 from megaspan.layers.selfcheck import prove_family
-from megaspan.layers.stream import LayerPlan
 from megaspan.layers.streamed import Streaming
 from tests.layers.test_streamed import assert_parity, step, streamed
 from tests.models import FAMILIES, assert_same_gradients, batch, tiny

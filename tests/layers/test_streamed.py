@@ -13,7 +13,7 @@ from megaspan.attention.cudnn import CuDNN
 from megaspan.attention.flash2 import Flash2
 from megaspan.attention.flash4 import Flash4
 from megaspan.attention.tiled import TiledMath
-from megaspan.layers.stream import LayerPlan
+from megaspan.layers.dials import LayerPlan
 from megaspan.layers.streamed import Streaming
 from megaspan.layers.tile import GradientSums, tiles
 from megaspan.plan.keep import KeepPolicy, LayerKeep

@@ -22,7 +22,7 @@ def _rank(rank: int, world: int, port: int, family: str, dtype: str, segments: b
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     from megaspan.attention import install as install_attention
-    from megaspan.layers.stream import LayerPlan
+    from megaspan.layers.dials import LayerPlan
     from megaspan.layers.streamed import Streaming
     from megaspan.plan.keep import KeepPolicy, LayerKeep
     from tests.models import assert_same_gradients, batch, gradients, tiny

@@ -16,9 +16,12 @@ from hypothesis import strategies as st
 
 from megaspan.attention import install as install_attention
 from megaspan.human import UserError
-from megaspan.layers.stream import LayerPlan, LayerRun
+from megaspan.layers.attending import Attending
+from megaspan.layers.dials import LayerPlan
+from megaspan.layers.stream import LayerRun
 from megaspan.layers.streamed import Streaming
-from megaspan.layers.tape import most_bytes, most_waiting
+from megaspan.layers.tape import Stores, most_bytes, most_waiting
+from megaspan.memory.aside import Aside
 from megaspan.memory.disk import DiskTier
 from megaspan.plan.keep import PLACES, KeepPolicy, LayerKeep
 from tests.memory.latedisk import LateDisk, empties
@@ -27,14 +30,14 @@ from tests.models import assert_same_gradients, batch, gradients, tiny
 LAYERS = 5
 
 
-def made(plain, policy=None, tile=5, heads=None, stream_back=False, disk=None):
+def made(plain, policy=None, tile=5, heads=None, stream_back=False, disk=None, ahead=False):
     model = copy.deepcopy(plain)
     install_attention(model)
-    return model, streamed(model, policy, tile, heads, stream_back, disk)
+    return model, streamed(model, policy, tile, heads, stream_back, disk, ahead)
 
 
-def streamed(model, policy=None, tile=5, heads=None, stream_back=False, disk=None):
-    plan = LayerPlan(tile_tokens=tile, kv_heads_per_call=heads, stream_back=stream_back)
+def streamed(model, policy=None, tile=5, heads=None, stream_back=False, disk=None, ahead=False):
+    plan = LayerPlan(tile_tokens=tile, kv_heads_per_call=heads, stream_back=stream_back, project_ahead=ahead)
     streaming = Streaming(plan, policy, disk=disk)
     streaming.install(model, prove=False)
     return streaming
@@ -94,15 +97,16 @@ policies = st.builds(
 @given(
     policy=policies,
     stream_back=st.booleans(),
+    ahead=st.booleans(),
     heads=st.sampled_from([None, 3]),
     tile=st.sampled_from([5, 64]),
     lengths=st.sampled_from([(4, 12), (12, 4)]),  # three tiles and less than one; or all in one
 )
 def test_every_placement_and_segment_gives_the_same_bits(
-    worn, everything_here, disk, policy, stream_back, heads, tile, lengths
+    worn, everything_here, disk, policy, stream_back, ahead, heads, tile, lengths
 ):
     """Rows of changing length: same loss and gradients, to the bit, as with everything kept on the device."""
-    streaming = streamed(worn, policy, tile, heads, stream_back, disk)
+    streaming = streamed(worn, policy, tile, heads, stream_back, disk, ahead)
     try:
         for tokens in lengths:
             (want_loss, want), (loss, got) = everything_here(tile, heads, tokens), step(worn, batch(tokens, seed=tokens))
@@ -130,6 +134,47 @@ def test_segments_head_groups_and_tiles_are_exact(family, heads):
     (want_loss, want), (loss, got) = step(plain, data), step(model, data)
     torch.testing.assert_close(loss, want_loss, rtol=1e-6, atol=0)
     assert_same_gradients(got, want, 1e-4 if family == "gpt_oss" else 1e-5)
+
+
+HERE, THERE, AGAIN = LayerKeep("device", "device"), LayerKeep("host", "host"), LayerKeep("host", None)
+
+
+@pytest.mark.parametrize(
+    ("layer", "options", "wanted"),
+    [
+        (THERE, {}, 4 * LAYERS),
+        (AGAIN, {}, 8 * LAYERS),  # once to attend, once more to go back through it
+        (HERE, {}, 0),  # nothing comes over the link
+        (THERE, {"heads": None}, 0),
+        (THERE, {"tile": 64}, 0),
+        (THERE, {"stream_back": False}, 0),
+        (THERE, {"ahead": False}, 0),
+    ],
+)
+def test_head_groups_are_projected_aside_where_their_input_comes_by_tiles(plain, monkeypatch, layer, options, wanted):
+    entered = []
+    enter = Aside.__enter__
+    monkeypatch.setattr(Aside, "__enter__", lambda self: (entered.append(1), enter(self))[1])
+    model, _ = made(plain, KeepPolicy((layer,) * LAYERS), **({"heads": 1, "stream_back": True, "ahead": True} | options))
+    step(model, batch(20))
+    assert len(entered) == wanted
+
+
+def test_an_error_beside_a_group_that_is_made_aside_leaves_nothing_under_way(plain, monkeypatch):
+    """The step after it has the right gradients, and nothing holds what was being made."""
+    model, streaming = made(plain, KeepPolicy((THERE,) * LAYERS), heads=1, stream_back=True, ahead=True)
+    want = step(model, batch(20))[1]
+    waited = []
+    with monkeypatch.context() as patch:
+        patch.setattr(Attending, "backward", lambda self: 1 // 0)
+        patch.setattr(Stores, "wait", lambda self, events: waited.append(len(events)))
+        with pytest.raises(ZeroDivisionError):
+            step(model, batch(20))
+        gc.collect()
+    assert waited == [3], "the group that was being made, its output and log-sum-exp"
+    streaming.discard()
+    got = step(model, batch(20))[1]
+    assert all(torch.equal(got[name], want[name]) for name in want)
 
 
 def test_a_second_run_of_a_layer_whose_output_was_kept_leaves_attention_out(plain):

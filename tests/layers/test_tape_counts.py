@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megaspan.attention import install as install_attention
-from megaspan.layers.stream import LayerPlan
+from megaspan.layers.dials import LayerPlan
 from megaspan.layers.streamed import Streaming
 from megaspan.memory.arena import pages
 from megaspan.plan import cost

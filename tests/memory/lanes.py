@@ -1,8 +1,8 @@
 """Streams that run as late as their waits allow: what an asynchronous copy engine may do, played on the CPU.
 
-The computing stream runs at once (torch's CPU operations do); a copy queued on a side stream runs when somebody's wait demands
-it, or at a moment that a random generator picks. Until then its destination holds NaN, and a copy whose source or destination
-has been let go of by then is an error: on a GPU that memory may be somebody else's.
+The stream that computes runs at once (torch's CPU operations do), whichever it is; a copy queued on another one runs when
+somebody's wait demands it, or at a moment that a random generator picks. Until then its destination holds NaN, and a copy whose
+source or destination has been let go of by then is an error: on a GPU that memory may be somebody else's.
 """
 
 from __future__ import annotations
@@ -47,9 +47,10 @@ class Stream:
     def wait_event(self, event: Event) -> None:
         if event.stream.name == "compute":
             self.waited_for_compute = max(self.waited_for_compute, event.position)
-        elif self.name == "compute":
+        elif self is self.lanes.current:
             event.stream.run_to(event.position)
         else:
+            self.waited_for_compute = max(self.waited_for_compute, event.stream.waited_for_compute)
             self.push("wait", event)
 
     def push(self, kind: str, what: object) -> None:
@@ -87,8 +88,10 @@ class Lanes:
     @contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
         before, self.current = self.current, stream
-        yield
-        self.current = before
+        try:
+            yield
+        finally:
+            self.current = before
 
     def synchronize(self, device: torch.device) -> None:
         for side in self.sides:

@@ -395,3 +395,18 @@ def test_reserving_first_means_no_growth_in_the_step() -> None:
 def test_another_device_is_refused() -> None:
     with pytest.raises(RuntimeError, match="layer inputs are on cpu, got one on meta"):
         LayerInputs(CPU).pack(torch.empty(3, device="meta"))
+
+
+def test_a_copy_that_is_on_its_way_is_there_when_its_event_has_been_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    lanes = Lanes(0)
+    monkeypatch.setattr(offload, "_copy", lanes.copy)
+    inputs = LayerInputs(CPU, in_flight=0, backend=lanes)
+    (saved,) = forward(inputs, row(0, 8)[:1], places=["host"])
+    coming: list[Any] = []
+    tensor = inputs.copy_of(saved, coming)
+    assert tensor.isnan().all(), "it was waited for at once"
+    (arrived,) = coming
+    lanes.compute.wait_event(arrived)
+    assert torch.equal(tensor, row(0, 8)[0])
+    assert torch.equal(inputs.copy_of(saved), row(0, 8)[0])
+    inputs.discard()

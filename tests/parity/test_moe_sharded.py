@@ -19,7 +19,7 @@ def _rank(rank: int, world: int, port: int) -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     from megaspan.attention import install as install_attention
-    from megaspan.layers.stream import LayerPlan
+    from megaspan.layers.dials import LayerPlan
     from megaspan.layers.streamed import Streaming
     from tests.models import assert_same_gradients, batch, gradients, tiny
 

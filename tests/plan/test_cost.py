@@ -179,7 +179,7 @@ def test_a_streamed_layer_needs_what_the_plan_says(
     if dtype == torch.float32 and tokens > tile:  # weights weigh more there: a longer row beside them
         tokens, tile = 2 * tokens, 2 * tile
     from megaspan.attention import install
-    from megaspan.layers.stream import LayerPlan
+    from megaspan.layers.dials import LayerPlan
     from megaspan.layers.streamed import Streaming
 
     model = AutoModelForCausalLM.from_config(

@@ -28,8 +28,9 @@ from megaspan.attention.mask import Mask
 from megaspan.attention.onway import OnTheWay
 from megaspan.attention.rehearsal import StandIn
 from megaspan.attention.slices import plan_slices
+from megaspan.layers.dials import LayerPlan
 from megaspan.layers.groups import HeadGroup
-from megaspan.layers.stream import LayerPlan, LayerRun
+from megaspan.layers.stream import LayerRun
 from megaspan.plan import RankSizes, over_ranks
 from megaspan.plan.facts import ModelFacts
 from megaspan.plan.over_ranks import backward_group, forward_group, keys_of
@@ -120,19 +121,21 @@ class Run:
         starts = range(0, layer.kv_heads, each)
         groups = tuple(HeadGroup(slice(s, s + each), slice(s * share, (s + each) * share)) for s in starts)
         plan, counts = LayerPlan(stream_back=True), SimpleNamespace(forwards=0)
-        self.run = SimpleNamespace(groups=groups, context=context, plan=plan, counts=counts, _projected=self.projected)
+        self.run = SimpleNamespace(
+            groups=groups, context=context, plan=plan, counts=counts, _projected=self.projected, _aside=lambda *_: None
+        )
         self.out, self.d_out = ([self.row(share * each) for _ in groups] for _ in range(2))
         self.lse = [torch.empty(1, share * each // layer.sp, slots) for _ in groups]
 
     def row(self, heads: int) -> Tensor:
         return torch.empty(1, self.tokens, heads, SIZE, dtype=torch.bfloat16)
 
-    def projected(self, x: Any, cuts: list[slice], group: HeadGroup) -> AttentionCall:
+    def projected(self, x: Any, cuts: list[slice], group: HeadGroup, _: None) -> AttentionCall:
         q, k, v = (self.row(heads.stop - heads.start).transpose(1, 2) for heads in (group.heads, group.kv, group.kv))
         return AttentionCall(q, k, v, Scoring(1.0, self.layer.window), None, self.kernels)
 
     def backward(self, fetched: bool) -> None:
-        def output_of(number: int) -> tuple[Tensor, Tensor]:
+        def output_of(number: int, _: Any) -> tuple[Tensor, Tensor]:
             out, lse = self.out[number], self.lse[number]
             return (out.clone(), lse.clone()) if fetched else (out, lse)
 

@@ -2,7 +2,8 @@
 
 Where a row lies on many ranks, the keys of a head group are brought together while the group before is attended: of
 Qwen3-8B at 1,048,576 tokens 0.5 GB a group, 0.2 to 0.6 ms of an attention that takes a hundred times as long. On one rank
-nothing is on its way: a group is projected when it is attended, so that the q, k and v of one group are there at a time.
+nothing is on its way: a group is projected when it is attended, so that the q, k and v of one group are there at a time. Where
+that waits for the host link, and there is room, the next group is projected beside this one's attention (`memory/aside.py`).
 """
 
 from __future__ import annotations
@@ -35,7 +36,11 @@ class Attending:
     """A head group that is to be attended, once. Its q, k and v are let go of with it."""
 
     def __init__(
-        self, call: AttentionCall, context: ContextPlan | None, kept: tuple[Tensor, Tensor, Tensor] | None = None
+        self,
+        call: AttentionCall,
+        context: ContextPlan | None,
+        kept: tuple[Tensor, Tensor, Tensor] | None = None,
+        arrive: Callable[[], None] | None = None,
     ) -> None:
         """Begins the exchange, if there is one; all ranks of the row do.
 
@@ -43,7 +48,9 @@ class Attending:
             call: the group's part of the layer's call, of one row.
             context: how the row lies; None for one document on this rank.
             kept: in the backward: what `forward` gave, and the gradient of its output.
+            arrive: makes the computing stream wait until all that is there; None: it is.
         """
+        self._arrive = arrive
         self._scoring, self._kernels, self._context = call.scoring, call.kernels, context
         self._sink = None if call.sink_H is None else call.sink_H.detach()
         q, k, v = (part[0].detach().transpose(0, 1) for part in (call.q_BHTD, call.k_BGSD, call.v_BGSD))
@@ -54,8 +61,15 @@ class Attending:
         else:
             self._started = context.start(q, k, v, out, d_out)
 
+    def arrive(self) -> None:
+        """Makes the computing stream wait until all that is attended is there; nothing of it may be let go of before."""
+        if self._arrive is not None:
+            self._arrive()
+        self._arrive = None
+
     def forward(self) -> tuple[OnTheWay, Tensor]:
         """Attention's output [t, heads, D] and its log-sum-exp, of the heads that this rank attended [heads, slots]."""
+        self.arrive()
         if self._context is not None:
             return self._context.attend(self._started, self._scoring, self._sink, self._kernels)
         q, k, v, *_ = self._here
@@ -66,6 +80,7 @@ class Attending:
     def backward(self) -> Landing:
         """The gradients, from what was kept."""
         assert self._lse is not None, "this head group was begun without what its backward reads"
+        self.arrive()
         if self._context is not None:
             return self._context.attend_backward(self._started, self._lse, self._scoring, self._sink, self._kernels)
         q, k, v, out, d_out = self._here
@@ -76,22 +91,33 @@ class Attending:
         return _Landed(d_sink, (gradients[0], gradients[1], gradients[2]))
 
 
-def one_ahead(groups: int, begin: Callable[[int], Attending], context: ContextPlan | None) -> Iterator[tuple[int, Attending]]:
+def one_ahead(
+    groups: int, begin: Callable[[int], Attending], context: ContextPlan | None, ahead: bool = False
+) -> Iterator[tuple[int, Attending]]:
     """Each head group in turn with its number. Where something is exchanged the next one is begun before: that hides it.
 
-    Whoever iterates lets go of a group before asking for the next one.
+    So it is with `ahead`, where groups are made beside the attention of others. Whoever iterates lets go of a group before
+    asking for the next one.
     """
-    exchanges = context is not None and (context.exchanges or context.ranks.sp is not None)
+    ahead = ahead or (context is not None and (context.exchanges or context.ranks.sp is not None))
     coming: Attending | None = None
-    for number in range(groups):
-        now = coming or begin(number)
-        coming = begin(number + 1) if exchanges and number + 1 < groups else None
-        yield number, now
-        del now
+    try:
+        for number in range(groups):
+            now = coming or begin(number)
+            coming = begin(number + 1) if ahead and number + 1 < groups else None
+            yield number, now
+            del now
+    finally:
+        if coming is not None:  # whoever iterates has failed: what is being made may not outlive its memory
+            coming.arrive()
 
 
 def attended(
-    groups: int, begin: Callable[[int], Attending], context: ContextPlan | None, ready: Callable[[int], None]
+    groups: int,
+    begin: Callable[[int], Attending],
+    context: ContextPlan | None,
+    ready: Callable[[int], None],
+    ahead: bool = False,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Output [t, heads, D] and log-sum-exp of each head group in turn; `ready(number)` is called before it is attended.
 
@@ -100,7 +126,7 @@ def attended(
     """
     coming: list[tuple[OnTheWay, Tensor]] = []
     late = 1 if context is not None and context.ranks.sp is not None else 0
-    for number, now in one_ahead(groups, begin, context):
+    for number, now in one_ahead(groups, begin, context, ahead):
         ready(number)
         coming.append(now.forward())
         del now

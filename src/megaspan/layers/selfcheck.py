@@ -137,7 +137,7 @@ def toy_of(live: PreTrainedModel) -> PreTrainedModel:
 
 
 def _compare(plain: PreTrainedModel, fused: bool) -> str | None:
-    from megaspan.layers.stream import LayerPlan
+    from megaspan.layers.dials import LayerPlan
     from megaspan.layers.streamed import Streaming
 
     streamed = copy.deepcopy(plain)

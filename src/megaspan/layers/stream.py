@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -31,6 +32,7 @@ from megaspan.attention.heads import kv_heads_a_call
 from megaspan.attention.mask import Mask
 from megaspan.layers.attending import Attending, Landing, attended, one_ahead
 from megaspan.layers.balance import Balance
+from megaspan.layers.dials import Counts, LayerPlan
 from megaspan.layers.dropout import DropoutHandle
 from megaspan.layers.family import Family, after, attention_trains, before
 from megaspan.layers.groups import ALL_HEADS, HeadGroup, head_groups
@@ -39,44 +41,11 @@ from megaspan.layers.reuse import Reuse
 from megaspan.layers.routing import Router, Routing
 from megaspan.layers.tape import Kept, Stores, Tape
 from megaspan.layers.tile import GradientSums, tiles, together
+from megaspan.memory.aside import Aside
 from megaspan.plan.keep import Place
 
 Tiles: TypeAlias = Callable[[Sequence[slice]], Iterator[Tensor]]
 """Gives a row's hidden states in tiles of tokens."""
-
-
-@dataclass(frozen=True)
-class LayerPlan:
-    """How much of a layer is worked on at once; the planner's choice, from shapes and memory.
-
-    Attributes:
-        tile_tokens: tokens of token-wise work at once; a row that is no longer runs in one piece.
-        kv_heads_per_call: KV heads (with their query heads) that this rank attends at once, None for all. Of one group q, k, v,
-            their gradients and the kernel's fp32 sums are there at a time, 16 bytes for each of tokens x (H + 2 G) x D; where a
-            group is exchanged between ranks, q, k, v of the next one too.
-        stream_back: what waits on the host is read tile by tile and group by group, not whole a layer ahead.
-        sp_size: ranks that share the heads of a row; so many groups' heads are in one exchange.
-        fused_norms: norms that are plain RMSNorms run as torch's fused operation (`norms.py`).
-        fused: q/k norms with rotary embedding, and the MLP's gated product, run as fused passes where a layer has the common
-            form (`halves.py`).
-    """
-
-    tile_tokens: int = 16384
-    kv_heads_per_call: int | None = None
-    stream_back: bool = False
-    sp_size: int = 1
-    fused_norms: bool = True
-    fused: bool = True
-
-
-@dataclass
-class Counts:
-    """Attention kernels run so far, the read-back of "attention runs forward once", and calls that did not stream."""
-
-    forwards: int = 0
-    backwards: int = 0
-    passed_on: int = 0
-    reused: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,7 +184,7 @@ class LayerRun:
         needs_attention = self.wants_x or attention_trains(self.layer, self.family)
         with torch.autocast(**self.autocast):
             if not kept.has_outputs:
-                self._attend(kept.input_tiles, cuts, kept, self.attends)
+                self._attend(kept.input_tiles, cuts, kept, self.attends, again=True)
             dx, d_outs = self._second_half(cuts, sums, dy_BTE, mine, kept, needs_attention, d_probabilities_X)
             if needs_attention:
                 self._first_half(cuts, sums, dx, d_outs, kept)
@@ -305,22 +274,24 @@ class LayerRun:
             del outputs, gradients, pairs, x_tile
             call = None
 
-    def _attend(self, x: Tiles, cuts: list[slice], kept: Kept, place: Place | None) -> list[Tensor]:
-        """Attention of the row, a head group at a time, kept at `place`: [1, T, heads, D] of each group.
+    def _attend(self, x: Tiles, cuts: list[slice], kept: Kept, place: Place | None, *, again: bool = False) -> list[Tensor]:
+        """Attention of the row, a head group at a time, kept at `place`: [1, T, heads, D] of each group; `again` in a backward.
 
         Nothing where it is read back tile by tile: a group has left the device when the next but one begins.
         """
         outs: list[Tensor] = []
         stays = place in (None, "device") or not self.plan.stream_back
+        aside = self._aside(kept, cuts) if again else None
 
         def begin(number: int) -> Attending:
-            return Attending(self._projected(x, cuts, self.groups[number]), self.context)
+            asked = self._projected(x, cuts, self.groups[number], aside)
+            return Attending(asked, self.context, arrive=None if aside is None else partial(kept.stores.wait, [aside.done]))
 
         def ready(number: int) -> None:
             if number == 0 or not stays:
                 kept.stores.land()  # what the layer before keeps is on the host by now
 
-        for out, lse in attended(len(self.groups), begin, self.context, ready):
+        for out, lse in attended(len(self.groups), begin, self.context, ready, aside is not None):
             if place is not None:
                 kept.keep_output(out[None], lse[None], place)
             outs += [out[None]] if stays else []
@@ -337,11 +308,14 @@ class LayerRun:
         in `d_outs`. `call` is what the only group asks for, where it is projected already.
         """
         found: tuple[list[Tensor], list[Tensor], list[Tensor]] = [], [], []
+        aside = self._aside(kept, cuts)
 
         def begin(number: int) -> Attending:
-            asked = self._projected(kept.input_tiles, cuts, self.groups[number]) if call is None else call
-            (out, lse), d_out, d_outs[number] = kept.output_of(number), d_outs[number], None
-            return Attending(asked, self.context, (out[0], lse[0], d_out[0]))
+            asked = self._projected(kept.input_tiles, cuts, self.groups[number], aside) if call is None else call
+            coming = None if aside is None else [aside.done]
+            (out, lse), d_out, d_outs[number] = kept.output_of(number, coming), d_outs[number], None
+            arrive = None if coming is None else partial(kept.stores.wait, coming)
+            return Attending(asked, self.context, (out[0], lse[0], d_out[0]), arrive)
 
         def land(number: int, going: Landing) -> None:
             d_outs[number], *others = (part[None] for part in going.land())
@@ -349,7 +323,7 @@ class LayerRun:
                 parts.append(part)
 
         going: Landing | None = None
-        for number, now in one_ahead(len(self.groups), begin, self.context):
+        for number, now in one_ahead(len(self.groups), begin, self.context, aside is not None):
             before, going = going, now.backward()
             del now
             if before is not None:
@@ -365,25 +339,37 @@ class LayerRun:
         found = iter(torch.autograd.grad(outputs, asked, gradients, allow_unused=True))
         return [next(found) if tensor.requires_grad else None for tensor in wanted]
 
-    def _projected(self, x: Tiles, cuts: list[slice], group: HeadGroup) -> AttentionCall:
-        """What the whole row asks attention for in one head group, q, k, v in memory as [1, T, heads, D]; outside any graph."""
+    def _aside(self, kept: Kept, cuts: list[slice]) -> Aside | None:
+        """Where the next head group is projected beside attention of this one, which hides what comes over the link for it.
+
+        Between ranks a group is on its way then, and would wait for that.
+        """
+        fits = len(self.groups) > 1 and len(cuts) > 1 and self.asked is not None and self.context is None
+        return kept.stores.aside if self.plan.project_ahead and fits and kept.input_waits else None
+
+    def _projected(self, x: Tiles, cuts: list[slice], group: HeadGroup, aside: Aside | None = None) -> AttentionCall:
+        """What the whole row asks attention for in one head group, q, k, v in memory as [1, T, heads, D]; outside any graph.
+
+        With `aside` they are there when its `done` is.
+        """
         whole: list[Tensor] = []
         if self.asked is not None and len(cuts) > 1:
             asked = group.of(self.asked)
             like = asked.q_BHTD, asked.k_BGSD, asked.v_BGSD
             whole = [part.new_empty(1, cuts[-1].stop, part.shape[1], part.shape[3]) for part in like]
-        for tokens, x_tile in together(cuts, x(cuts)):
-            into = tuple(buffer[:, tokens] for buffer in whole) if self.asked is not None and whole else None
-            with torch.no_grad(), self._at(tokens):
-                call = self._before(x_tile, tokens, group, into)
-            del x_tile
-            if len(cuts) == 1:
-                return call
-            if into is None:
-                tiled = [part.transpose(1, 2) for part in (call.q_BHTD, call.k_BGSD, call.v_BGSD)]
-                whole = whole or [part.new_empty(1, cuts[-1].stop, *part.shape[2:]) for part in tiled]
-                for buffer, part in zip(whole, tiled, strict=True):
-                    buffer[:, tokens] = part
+        with nullcontext() if aside is None else aside:
+            for tokens, x_tile in together(cuts, x(cuts)):
+                into = tuple(buffer[:, tokens] for buffer in whole) if self.asked is not None and whole else None
+                with torch.no_grad(), self._at(tokens):
+                    call = self._before(x_tile, tokens, group, into)
+                del x_tile
+                if len(cuts) == 1:
+                    return call
+                if into is None:
+                    tiled = [part.transpose(1, 2) for part in (call.q_BHTD, call.k_BGSD, call.v_BGSD)]
+                    whole = whole or [part.new_empty(1, cuts[-1].stop, *part.shape[2:]) for part in tiled]
+                    for buffer, part in zip(whole, tiled, strict=True):
+                        buffer[:, tokens] = part
         q, k, v = (buffer.transpose(1, 2) for buffer in whole)
         return replace(call, q_BHTD=q, k_BGSD=k, v_BGSD=v)
 

@@ -25,6 +25,7 @@ from megaspan.attention.heads import kv_heads_a_call
 from megaspan.attention.seam import NAME, refuse_packed
 from megaspan.layers.balance import Balance, knows_balance
 from megaspan.layers.checkpoint import CheckpointStats, checkpointed_layers, checkpointing_of, hooks_to_run, layer_called
+from megaspan.layers.dials import Counts, LayerPlan
 from megaspan.layers.dropout import other_randomness
 from megaspan.layers.family import Family, describe
 from megaspan.layers.fused import Fused
@@ -34,7 +35,7 @@ from megaspan.layers.reuse import Reuse
 from megaspan.layers.routing import Router, find_router, watching
 from megaspan.layers.selfcheck import Part, exchanged, parts_of, prove_family, replaced_parts
 from megaspan.layers.shards import compute_dtype, gathered
-from megaspan.layers.stream import Counts, LayerPlan, LayerRun
+from megaspan.layers.stream import LayerRun
 from megaspan.layers.tape import Stores, Tape, most_waiting, passing
 from megaspan.layers.tile import hooks_inside, want_gradients
 from megaspan.layers.tokenwise import tile_final_norm

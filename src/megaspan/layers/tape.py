@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from megaspan.memory.arena import pages
+from megaspan.memory.aside import Aside
 from megaspan.memory.disk import DiskTier
 from megaspan.memory.link import Link
 from megaspan.memory.offload import STAGED_LAYERS, LayerInputs, OffloadStats
@@ -127,6 +128,16 @@ class Stores:
             store.close()
         self._link.close()
 
+    def wait(self, events: Sequence[Any]) -> None:
+        """Makes the computing stream wait for them."""
+        for event in events:
+            self._link.stream.wait_event(event)
+
+    @property
+    def aside(self) -> Aside:
+        """A stream beside the computing one."""
+        return self._link.aside
+
     @property
     def used(self) -> int:
         """Bytes of host memory that something is in, staging for the disk included."""
@@ -207,11 +218,19 @@ class Kept:
         for _ in cuts:  # not `zip`, which holds one tile until it has the next
             yield next(groups[0]) if len(groups) == 1 else torch.cat([next(group) for group in groups], dim=2)
 
-    def output_of(self, group: int) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp of a head group for one use."""
-        outputs, sums = self.stores.outputs, self.stores.sums
-        take = "copy_of" if self._by_tiles else "peek"
-        return getattr(outputs, take)(self._outputs[group]), getattr(sums, take)(self._sums[group])
+    @property
+    def input_waits(self) -> bool:
+        """Whether the input comes tile by tile from where it waits."""
+        return self._by_tiles and self.input is not None and self.input.tensor is None
+
+    def output_of(self, group: int, coming: list[Any] | None = None) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp of a head group for one use.
+
+        With `coming` the computing stream waits for none that comes tile by tile: the events of their arrival are added.
+        """
+        found = (self.stores.outputs, self._outputs[group]), (self.stores.sums, self._sums[group])
+        out, lse = (store.copy_of(saved, coming) if self._by_tiles else store.peek(saved) for store, saved in found)
+        return out, lse
 
     def let_go_of_outputs(self) -> None:
         """Attention's output is not needed any more."""

@@ -11,6 +11,7 @@ from typing import Any, final
 import torch
 
 from megaspan.memory.arena import HostArena
+from megaspan.memory.aside import Aside
 
 
 @final
@@ -35,10 +36,18 @@ class Link:
         options = {"device": self.device} if on_gpu else {}
         self.to_host, self.to_device = self.backend.Stream(**options), self.backend.Stream(**options)
         self.last_out: Any = None
+        self._aside: Aside | None = None
+
+    @property
+    def aside(self) -> Aside:
+        """A stream beside the computing one, made when it is asked for."""
+        if self._aside is None:
+            self._aside = Aside(self.device, self.backend)
+        return self._aside
 
     @property
     def stream(self) -> Any:
-        """The stream that computes."""
+        """The stream that computes; inside `aside` that one."""
         return self.backend.current_stream(self.device)
 
     def make_room(self, count: int, size: int) -> None:

@@ -218,13 +218,20 @@ class LayerInputs:
         if saved.away is not None and saved.tensor is None:
             self._disk.call(saved.away)
 
-    def copy_of(self, saved: SavedInput) -> torch.Tensor:
-        """The whole tensor on the device for one use; on the host it stays where it is."""
+    def copy_of(self, saved: SavedInput, coming: list[Any] | None = None) -> torch.Tensor:
+        """The whole tensor on the device for one use; on the host it stays where it is.
+
+        The current stream waits for it. With `coming` it does not: the event of its arrival is added there, and nobody may let
+        go of the tensor before a stream that reads it has been made to wait.
+        """
         saved.check_there()
         if saved.tensor is not None:
             return self.peek(saved)
         tensor, arrived = self._read(saved, slice(None))
-        self._link.stream.wait_event(arrived)
+        if coming is None:
+            self._link.stream.wait_event(arrived)
+        else:
+            coming.append(arrived)
         return tensor
 
     def tiles(self, saved: SavedInput, cuts: Sequence[slice]) -> Iterator[torch.Tensor]:

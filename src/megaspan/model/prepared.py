@@ -324,7 +324,7 @@ def _install(model: PreTrainedModel, args: SFTConfig, plan: Plan, settings: Sett
 
 def _checkpoint(model: PreTrainedModel, state: Levers) -> None:
     from megaspan.layers.checkpoint import checkpointed_layers, checkpointing_of
-    from megaspan.layers.stream import LayerPlan
+    from megaspan.layers.dials import LayerPlan
     from megaspan.layers.streamed import Streaming
 
     plan, limit = state.plan, getattr(state.plan, "host_for_layers", None)
