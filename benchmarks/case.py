@@ -233,6 +233,7 @@ def dials_of(plan: Any, kind: str) -> dict[str, Any]:
         "layer_tile_tokens": plan.layer_tile_tokens,
         "kv_heads_per_call": plan.kv_heads_per_call,
         "stream_back": plan.stream_back,
+        "project_ahead": plan.project_ahead,
         "states": {"gradients": plan.states.gradients, "moments": plan.states.moments},
         "again": plan.keep.again,
         "attends": plan.keep.attends,
@@ -252,7 +253,7 @@ def turn_dials(trainer: Any, args: Any, dials: dict[str, Any]) -> None:
     output = None if kind == "again" else "host"
     rest = LayerKeep("host" if kind == "kept" else None, output)
     policy = KeepPolicy((LayerKeep("host", output), *[rest] * (job.plan.model.layers - 1)), dials["again"], dials["attends"])
-    own = {name: dials[name] for name in ("layer_tile_tokens", "kv_heads_per_call", "stream_back")}
+    own = {name: dials[name] for name in ("layer_tile_tokens", "kv_heads_per_call", "stream_back", "project_ahead")}
     job.plan = replace(job.plan, keep=policy, states=StatePlan(**dials["states"]), offload=True, **own)
     unprepare(trainer.model)
     prepare(trainer.model, args, job.plan)

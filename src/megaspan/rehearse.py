@@ -335,7 +335,9 @@ def _pause(plan: Plan, device: torch.device) -> Pause | None:
     facts, tokens = plan.model, plan.tokens
     pairs = sum(visible_pairs(tokens, tokens, facts.span(layer)) for layer in range(facts.layers))
     rate = 2.5 * 4.0 * facts.query_width * pairs / plan.sizes.row / planned
-    return Pause(rate, rate, cycles_per_second(device))
+    # Then a layer's whole input is read for the next head group.
+    beside = facts.hidden * plan.tokens_per_rank * 2 if plan.project_ahead else 0
+    return Pause(rate, rate, cycles_per_second(device), beside)
 
 
 def _result(config: SFTConfig, plan: Plan, watch: _Watch | None, failed_at: str | None, why: str | None) -> Rehearsal:

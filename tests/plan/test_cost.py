@@ -204,6 +204,52 @@ def test_a_streamed_layer_needs_what_the_plan_says(
     assert 0.97 <= planned / live.peak <= (1.35 if tokens <= tile else 1.15)
 
 
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_a_head_group_that_is_projected_ahead_needs_what_the_plan_adds_for_it(
+    kv_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the next one q, k, v and attention's output; none of the last one's gradients are there where most is."""
+    from megaspan.attention import install
+    from megaspan.layers.dials import LayerPlan
+    from megaspan.layers.stream import LayerRun
+    from megaspan.layers.streamed import Streaming
+
+    tokens, tile, peaks = 2048, 128, []
+    attend = LayerRun._attend_backward
+    sizes = TINY | {"num_attention_heads": 8, "num_key_value_heads": kv_heads}
+    config = AutoConfig.for_model("qwen3", **sizes)
+    for ahead in (False, True):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="eager").train()
+        install(model)
+        streaming = Streaming(LayerPlan(tile, 1, True, project_ahead=ahead), KeepPolicy.everything(2, "host"))
+        assert streaming.install(model)[0] is None
+        x_tE = torch.randn(1, tokens, 256, dtype=torch.bfloat16, requires_grad=True)
+        positions = torch.arange(tokens)[None]
+        rotary = model.model.rotary_emb(x_tE, positions)
+        streaming.reserve(x_tE.device, x_tE.nbytes)
+        with Live(free=(*model.parameters(), *rotary), counted=(x_tE,)) as live:
+            y_tE = model.model.layers[0](x_tE, attention_mask=None, position_ids=positions, position_embeddings=rotary)
+
+            def watched(*given: Any, live: Live = live) -> Any:
+                live.restart()
+                found = attend(*given)
+                peaks.append(live.peak)
+                return found
+
+            with monkeypatch.context() as patch:
+                patch.setattr(LayerRun, "_attend_backward", watched)
+                y_tE.backward(torch.ones_like(y_tE))
+        streaming.remove()
+    facts, planned = ModelFacts.from_config(config.to_dict()), []
+    for ahead in (False, True):
+        dials = {"layer_tile": tile, "kv_heads_per_call": 1, "stream_back": True, "project_ahead": ahead}
+        s = replace(PURE, tokens=tokens, streamed=True, **dials)
+        _, attention, _ = backward_phases(facts, layer_bytes(facts, 0, s), s, facts.layer_parameters[0])
+        planned.append(attention.bytes + tile_bytes(facts, s, "attention")[1])
+    assert planned[1] > planned[0]
+    assert peaks[1] - peaks[0] == pytest.approx(planned[1] - planned[0], rel=0.02)
+
+
 def test_states_by_precision() -> None:
     facts = model_facts("qwen3-0.6b")
     count = facts.parameters

@@ -43,11 +43,13 @@ class Pause:
         forward: operations a second of the real kernel, forward.
         backward: and backward.
         cycles: clock cycles of the device a second.
+        beside: bytes that cross the link beside each call, besides its share of a layer's input and output.
     """
 
     forward: float
     backward: float
     cycles: float
+    beside: int = 0
 
     def seconds(
         self, q_tHD: Tensor, k_sGD: Tensor, scoring: Scoring, backward: bool, segments: Segments | None = None
@@ -57,7 +59,7 @@ class Pause:
         pairs = visible_pairs(t, s, scoring.window) if segments is None else segments.visible_pairs(scoring.window)
         operations = 4.0 * q_tHD.shape[1] * q_tHD.shape[2] * pairs
         seconds = 2.5 * operations / self.backward if backward else operations / self.forward
-        return min(seconds, 2 * q_tHD.nbytes / _SLOW_LINK)
+        return min(seconds, (2 * q_tHD.nbytes + self.beside) / _SLOW_LINK)
 
 
 @final

@@ -332,8 +332,13 @@ def _checkpoint(model: PreTrainedModel, state: Levers) -> None:
     state.disk = open_disk(state.args, keep)
     tier = None if state.disk is None else state.disk.tier
     if plan.streamed:
-        stream_back = getattr(plan, "stream_back", False)
-        tiles = LayerPlan(plan.layer_tile_tokens, plan.kv_heads_per_call, stream_back, state.args.sp_size)
+        tiles = LayerPlan(
+            plan.layer_tile_tokens,
+            plan.kv_heads_per_call,
+            getattr(plan, "stream_back", False),
+            state.args.sp_size,
+            project_ahead=getattr(plan, "project_ahead", False),
+        )
         state.checkpointing = Streaming(tiles, keep, state.layer_reached, host_limit=limit, disk=tier)
     else:
         state.checkpointing = checkpointing_of(keep, state.layer_reached, limit, tier)

@@ -56,6 +56,7 @@ class Plan:
         layer_tile_tokens: tokens of token-wise work in such a layer at once; in layers that run whole, of their MLP.
         kv_heads_per_call: KV heads that are projected and attended at once; None for all.
         stream_back: what waits on the host comes back tile by tile, not whole a layer ahead.
+        project_ahead: and the next head group is made of it while this one is attended.
         states: where gradients, masters and moments lie.
         summary: what was chosen and why, in one sentence.
         parts: every byte at the peak, and what waits on the host and on disk.
@@ -91,6 +92,7 @@ class Plan:
     layer_tile_tokens: int
     kv_heads_per_call: int | None
     stream_back: bool
+    project_ahead: bool
     states: StatePlan
     summary: str
     parts: tuple[Part, ...]
@@ -247,6 +249,7 @@ def choose(
         layer_tile_tokens=s.layer_tile if s.streams or s.tiled_mlp else s.tokens,
         kv_heads_per_call=s.kv_heads_per_call,
         stream_back=s.stream_back,
+        project_ahead=s.project_ahead,
         states=s.states,
         summary=summary(facts, s),
         parts=parts,

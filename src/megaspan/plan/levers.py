@@ -74,7 +74,7 @@ def turns(facts: ModelFacts, s: Settings) -> tuple[Turn, ...]:
             moving["keep"] = None
         do = "gradient_checkpointing_kwargs: {offload: true}"
         inputs = KeepPolicy.everything(facts.layers, "device", outputs=False)
-        still = {"offload": False, "keep": inputs, "stream_back": False}
+        still = {"offload": False, "keep": inputs, "stream_back": False, "project_ahead": False}
         if s.checkpoint:  # without, it is the checkpointing that is to be turned on
             table.append(("offload", s.offload, moving, still, do, "copies beside the computation"))
     if not s.adapter:

@@ -57,6 +57,7 @@ class Settings:
         tiled_mlp: layers run whole but for their MLP, which runs in such tiles.
         kv_heads_per_call: KV heads that a rank attends at once; None for all. sp ranks take as many each.
         stream_back: what waits on the host comes back tile by tile, not whole a layer ahead.
+        project_ahead: and the next head group is made of it while this one is attended.
         states: where gradients and AdamW's states lie.
         eight_bit: AdamW's moments have 8 bits.
         rows: of one window: the gradients of several are summed.
@@ -79,6 +80,7 @@ class Settings:
     tiled_mlp: bool = False
     kv_heads_per_call: int | None = None
     stream_back: bool = False
+    project_ahead: bool = False
     states: StatePlan = field(default_factory=StatePlan)
     eight_bit: bool = False
     rows: int = 1

@@ -47,6 +47,8 @@ def layer_reasons(facts: ModelFacts, s: Settings, used: Memory) -> list[str]:
         )
     if s.streams and s.stream_back:
         reasons.append("what waits on the host comes back tile by tile: the next layer's whole row has no room beside it")
+        if s.project_ahead:
+            reasons.append("q, k, v of the next heads are made of it while these are attended: attention hides the copies")
     return reasons + _keep_reasons(facts, s, used)
 
 

@@ -37,6 +37,7 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
         "layer_tile_tokens": plan.layer_tile_tokens,
         "kv_heads_per_call": plan.kv_heads_per_call,
         "stream_back": plan.stream_back,
+        "project_ahead": plan.project_ahead,
         "states": asdict(plan.states),
         "summary": plan.summary,
         "fits": plan.fits,

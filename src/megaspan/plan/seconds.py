@@ -20,7 +20,7 @@ from megaspan.plan.layer import layer_bytes
 from megaspan.plan.links import rank_seconds
 from megaspan.plan.parts import SecondsPart as SecondsPart
 from megaspan.plan.parts import Settings
-from megaspan.plan.streamed import group_count, input_bytes, output_bytes
+from megaspan.plan.streamed import group_count, input_bytes, output_bytes, projects_ahead
 from megaspan.plan.weights import link_bytes, moments
 
 # TFLOP/s forward and backward, by tokens.
@@ -219,7 +219,8 @@ def _copies(facts: ModelFacts, s: Settings, policy: KeepPolicy, computed: float)
 def _fetching(facts: ModelFacts, s: Settings, policy: KeepPolicy) -> SecondsPart:
     """Inputs that come in tiles while q, k, v of a head group are made of them: little work, and the row's attention waits.
 
-    57 s for 8B at 1,048,576 tokens with one KV head a call; a rehearsal of that measured 63 s of copies that nothing hid.
+    57 s for 8B at 1,048,576 tokens with one KV head a call; a rehearsal of that measured 63 s of copies that nothing hid. With
+    `project_ahead` only a layer's first group is waited for.
     """
     groups, x = group_count(facts, s), input_bytes(facts, s)
     stored = [number for segment in policy.segments for number in segment[1:]] if policy.again == "host" else []
@@ -229,8 +230,10 @@ def _fetching(facts: ModelFacts, s: Settings, policy: KeepPolicy) -> SecondsPart
     count = len(read) + len(read.intersection(last))
     products = 2 * facts.hidden * (facts.query_width + 2 * facts.kv_width) * s.slots / _DENSE
     each = max(0.0, x / _LINK - (products / groups + 2 * x / _BANDWIDTH))
-    formula = f"{count} layers' inputs x {groups} head groups x {x / 1e9:.1f} GB at {_LINK / 1e9:.0f} GB/s, less their products"
-    return SecondsPart("fetching by tiles", count * groups * each, formula)
+    bare = 1 if projects_ahead(facts, s) else groups
+    of = f"the first of {groups} head groups" if bare < groups else f"{groups} head groups"
+    formula = f"{count} layers' inputs x {of} x {x / 1e9:.1f} GB at {_LINK / 1e9:.0f} GB/s, less their products"
+    return SecondsPart("fetching by tiles", count * bare * each, formula)
 
 
 def has_flash4() -> bool:

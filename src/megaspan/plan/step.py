@@ -10,14 +10,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megaspan.human import count_of
+from megaspan.human import count_of, format_bytes
 from megaspan.plan.facts import ModelFacts
 from megaspan.plan.keep import KeepPolicy
 from megaspan.plan.layer import layer_bytes, whole_layer_parts
 from megaspan.plan.logits import loss_parts, position_part
 from megaspan.plan.over_ranks import embedding_gradient, gathered_head, gathered_weights, going_gradient
 from megaspan.plan.parts import Part, Settings
-from megaspan.plan.streamed import Output, Phase, backward_phases, forward_parts, input_bytes, output_bytes, tile_bytes
+from megaspan.plan.streamed import (
+    Output,
+    Phase,
+    aside_bytes,
+    backward_phases,
+    forward_parts,
+    input_bytes,
+    output_bytes,
+    tile_bytes,
+)
 from megaspan.plan.weights import gradient_part, gradients_pass, host_gradients, state_parts
 
 CONTEXT_BYTES = 768 * 2**20  # CUDA context, cuBLAS and attention workspaces
@@ -63,6 +72,9 @@ class Step:
         if s.gpu:
             self.on_host += [host_gradients(facts, s), Part("process", HOST_BASE_BYTES, "host", _PROCESS)]
             self.base = Part("CUDA context", CONTEXT_BYTES, "device", "driver and workspaces: allowance")
+            if aside := aside_bytes(facts, s):
+                formula = f"and {format_bytes(aside)} of tiles on a stream of their own"
+                self.base = self.base._replace(bytes=CONTEXT_BYTES + aside, formula=f"{self.base.formula}, {formula}")
         self._gradients: dict[int, Part] = {}
         self._forward: dict[bool, list[Part]] = {}
         self._again: dict[tuple[bool, int], list[Part]] = {}

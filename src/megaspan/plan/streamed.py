@@ -11,7 +11,8 @@ phases are those of `layers/stream.py`:
     again        dx of the layers above, x, O, and one head group's q, k, v, or then y and one tile of the second half
 
 Of what the layer kept, x and O are there whole, and those of the layer below too, which come back one layer ahead; or, with
-`stream_back`, two tiles of each and one head group of O. The parts here leave out what the keep policy leaves on the device.
+`stream_back`, two tiles of each and one head group of O. With `project_ahead` P2 has q, k, v and O of the next head group too,
+and none of the last one's where it has most. The parts here leave out what the keep policy leaves on the device.
 
 Letters: t tokens, n tokens of a tile, g a head group's share of the KV heads, E hidden, Q = heads x head size,
 K = KV heads x head size, c bytes of the computation's type.
@@ -155,13 +156,20 @@ def backward_phases(facts: ModelFacts, layer: LayerBytes, s: Settings, parameter
         + (" + t x norms" if graph_stays else ""),
     )
     summed, before = weights, 1.0 if share < 1 else 0.0
+    ahead = []
+    if projects_ahead(facts, s):
+        ahead = [
+            Part(
+                "one layer: q, k, v of the next heads", round(t * share * qkv * c), place, f"t x {share:g} x (Q + 2·K) x {c} B"
+            )
+        ]
     if s.gpu:
         # Then only weights of the second half have gradients, summed. (On a CPU the operation's own copies take that place.)
-        late, before = max(0, trained - (0 if s.adapter else e * qkv)), 1 - share
+        late, before = max(0, trained - (0 if s.adapter else e * qkv)), 1 - (2 if ahead else 1) * share
         each = c if tiles_once else 4
         summed = Part("one layer: weight gradients", late * each, place, f"{late:,} x {each} B, of the second half")
     dkv = Part("one layer: gradients of k, v", round(t * c * 2 * k * before), place, f"t x {c}·2·K of the groups before")
-    groups = backward_group(facts, s) if s.ranks.row > 1 else [dkv, group]
+    groups = backward_group(facts, s) if s.ranks.row > 1 else [dkv, group, *ahead]
     return (
         Phase("MLP", (dx, d_out, weights, Part("one tile: MLP", n * mlp, place, f"{n:,} tokens x ({told})"))),
         Phase("attention", (dx, d_out, summed, *groups)),
@@ -183,6 +191,21 @@ def backward_phases(facts: ModelFacts, layer: LayerBytes, s: Settings, parameter
     )
 
 
+def projects_ahead(facts: ModelFacts, s: Settings) -> bool:
+    """Whether the next head group is made beside attention of this one: of a row in tiles and groups, whole on this rank."""
+    cut = s.slots > s.layer_tile and group_share(facts, s) < 1 and s.ranks.row == 1
+    return s.gpu and s.project_ahead and s.stream_back and s.streams and facts.family.fused and cut
+
+
+def aside_bytes(facts: ModelFacts, s: Settings) -> int:
+    """What the allocator holds for that stream alone: a tile that comes, one in use, its norm, its q, k, v before they are.
+
+    Such memory does not go from stream to stream. None of it is in use when a layer needs most.
+    """
+    width = 3 * facts.hidden + group_share(facts, s) * (facts.query_width + 2 * facts.kv_width)
+    return round(s.layer_tile * width * s.compute_bytes) if projects_ahead(facts, s) else 0
+
+
 def output_bytes(facts: ModelFacts, s: Settings) -> int:
     """Attention's output and log-sum-exp of one layer; 0 where layers are not streamed."""
     return s.slots * (facts.query_width * s.compute_bytes + 4 * facts.heads) if s.streams else 0
@@ -196,12 +219,13 @@ def input_bytes(facts: ModelFacts, s: Settings) -> int:
 def tile_bytes(facts: ModelFacts, s: Settings, phase: str) -> tuple[int, int]:
     """With `stream_back`: bytes of x and of O that are on the device in a phase: two tiles, or a head group of O.
 
-    Where keys travel two groups of O: one is attended, the next one waits. Where heads do one, until it has been sent.
+    Where keys travel, or groups are projected ahead, two groups of O: one is attended, the next one waits. Where heads do one,
+    until it has been sent.
     """
     n = 2 * min(s.layer_tile, s.slots)
     x, out = input_bytes(facts, s), output_bytes(facts, s)
     tiles = min(x, n * facts.hidden * s.compute_bytes), min(out, n * (facts.query_width * s.compute_bytes + 4 * facts.heads))
     if phase == "projections":
         return tiles[0], 0
-    groups = 2 if s.ranks.cp > 1 and s.ranks.sp == 1 else 1
+    groups = 2 if (s.ranks.cp > 1 and s.ranks.sp == 1) or projects_ahead(facts, s) else 1
     return tiles[0], min(out, round(groups * group_share(facts, s) * out)) if phase == "attention" else tiles[1]
