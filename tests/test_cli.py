@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import termios
 import time
 import types
 from pathlib import Path
@@ -168,7 +169,7 @@ def test_numbers_that_json_has_no_word_for_become_null(verb, config, capsys):
         ),
         (["eval"], "takes 1 word before its flags; got none. Type megaspan eval"),
         (["export", "run"], "takes 2 words before its flags; got run. Type megaspan export RUN OUT"),
-        (["env", "--seed", "1"], "--seed is not a flag here"),
+        (["env", "--seed", "1"], "--seed is not a flag of megaspan env; allowed: --json. Type megaspan env."),
         (["train", "--nproc", "0", "--max_length", "4k"], "--nproc must be at least 1"),
         (["plan", "--nproc", "0", "--max_length", "4k"], "--nproc must be at least 1"),
         (["train", "--nproc", "all", "--max_length", "4k"], "--nproc must be a whole number"),
@@ -293,7 +294,38 @@ def test_evaluation_under_a_launcher_of_several_is_refused(monkeypatch, capsys):
         (["plan", "run"], "Did you mean run/config.yaml?"),
         (["plan", "run.yml"], "there is no file run.yml. Did you mean run.yaml?"),
         (["plan", "book.txt"], "Type megaspan plan CONFIG.yaml --dataset_name book.txt."),
-        (["train", "--max_steps", "3", "run.yaml"], "Type megaspan train run.yaml and then the flags."),
+        (["train", "--max_steps", "3", "run.yaml"], "the file comes before all flags of megaspan train. Type megaspan train "
+         "run.yaml --max_steps 3."),
+        (["train", "--max_steps", "3", "run.yaml", "--seed", "1"], "Type megaspan train run.yaml --max_steps 3 --seed 1."),
+        (["train", "--packing", "run.yaml"], "Type megaspan train run.yaml --packing."),
+        (["train", "--report_to", "wandb", "trackio", "run.yaml"], "Type megaspan train run.yaml --report_to wandb trackio."),
+        (["train", "--max_length", "run.yaml"], "Type megaspan train run.yaml --max_length VALUE."),
+        (["train", "--nproc", "run.yaml"], "Type megaspan train run.yaml --nproc N."),
+        (["data", "--show", "3", "run.yaml"], "Type megaspan data run.yaml --show 3."),
+        (["eval", "--max_length", "4k", "run"], "Type megaspan eval run --max_length 4k."),
+        (["export", "--merge", "run", "a b"], "what it works on comes before all flags of megaspan export. Type megaspan "
+         "export run 'a b' --merge."),
+        (["export", "run", "--merge", "out"], "Type megaspan export run out --merge."),
+        (["export", "--foo", "run", "out"], "--foo is not a flag of megaspan export; allowed: --merge, --json. Type megaspan "
+         "export run out."),
+        (["export", "run", "out", "--mrege"], "Type megaspan export run out --merge."),
+        (["export", "-m", "run", "out"], "-m is not a flag of megaspan export"),
+        (["env", "--json", "now"], "now stands behind the flags of megaspan env. Type megaspan env."),
+        (["train", "-n", "2", "run.yaml"], "-n is not a flag of megaspan train. Did you mean --nproc?"),
+        (["train", "run.yaml", "-nproc", "2"], "-nproc is not a flag of megaspan train. Did you mean --nproc?"),
+        (["plan", "run.yaml", "--rehersal"], "Did you mean --rehearse?"),
+        (["plan", "run.yaml", "--JSON"], "Did you mean --json?"),
+        (["plan", "run.yaml", "--nproc", "2", "--nproc", "4"], "--nproc is given twice. Keep one of them."),
+        (["plan", "run.yaml", "--nproc"], "got nothing behind it. Write --nproc 1."),
+        (["plan", "run.yaml", "-x", "2"], "'-x' is not a flag. Write --name value"),
+        (["plan", "run.yaml", "--=3"], "'--=3' is not a flag. Write --name value"),
+        (["plan", "run.yaml", "--memory_limit", "80"], "got 80. Write --memory_limit 80GiB."),
+        (["plan", "run.yaml", "--memory_limit", "80", "GiB"], "Write --memory_limit 80GiB."),
+        (["plan", "small.yaml"], "small.yaml line 2: memory_limit must be a size from 1MiB, such as 80GiB, 64GB or 512MiB or "
+         "null; got 80. Write memory_limit: 80GiB."),
+        (["plan", "run.yaml", "--max_length", "1M"], "three lines:\n  max_length: 40960\n"),
+        (["plan", "--model_name_or_path", "qwen3-0.6b", "--max_length", "1M"], "three lines:\n  --max_length 40960\n"
+         "  --model_init_kwargs '{rope_parameters: auto}'\n"),
         (["plan", "run.yaml", "max_length=4k"], "Write --max_length=4k."),
         (["plan", "run.yaml", "\u2013max_length", "4k"], "Write --max_length."),
         (["plan", "run.yaml", "-max-length", "4k"], "'-max-length' is not a flag. Write --max-length."),
@@ -317,6 +349,7 @@ def test_a_slip_is_answered_with_what_to_type(tmp_path, monkeypatch, capsys, wor
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.yaml").write_text("max_length: 4k\nmodel_name_or_path: qwen3-0.6b\ndataset_name: book.txt\n")
     (tmp_path / "book.txt").write_text("a: book: of words")
+    (tmp_path / "small.yaml").write_text("max_length: 4k\nmemory_limit: 80\n")
     (tmp_path / "dangling.yaml").symlink_to("nowhere")
     for folder, file in (("model", "config.json"), ("run", "config.yaml")):
         (tmp_path / folder).mkdir()
@@ -325,6 +358,24 @@ def test_a_slip_is_answered_with_what_to_type(tmp_path, monkeypatch, capsys, wor
     told = capsys.readouterr().err
     assert said in told
     assert told.count("megaspan: ") == 1, "one sentence"
+
+
+def test_what_is_said_is_as_wide_as_the_terminal_and_one_line_elsewhere(tmp_path, monkeypatch):
+    """Words were broken at column 80. A command line to type stays in one piece."""
+    import pty
+
+    words = [sys.executable, "-m", "megaspan", "export", "--merge", "runs/of-a-long-name/checkpoint", "models/of-a-long-name"]
+    typed = "Type megaspan export runs/of-a-long-name/checkpoint models/of-a-long-name --merge."
+    piped = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert piped.stderr == f"megaspan: what it works on comes before all flags of megaspan export. {typed}\n"
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 60))
+    ran = subprocess.run(words, stdout=theirs, stderr=theirs, check=False)
+    os.close(theirs)
+    shown = os.read(ours, 4096).decode().replace("\r", "")
+    os.close(ours)
+    assert ran.returncode == 2
+    assert shown == f"megaspan: what it works on comes before all flags of\n    megaspan export.\n    {typed}\n"
 
 
 def test_a_file_may_be_the_value_of_the_last_flag(tmp_path, monkeypatch, capsys):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from megaspan.human import (
     UserError,
     UserErrors,
+    fitted,
     format_bytes,
     format_seconds,
     format_tokens,
@@ -160,3 +161,23 @@ def test_every_extra_named_in_an_error_exists():
 
 def test_lines_to_paste_get_no_full_stop():
     assert str(UserError("x", do="Paste one of these:\n  a: true")) == "x. Paste one of these:\n  a: true"
+
+
+def test_long_lines_break_between_words_on_a_terminal_alone():
+    text = "  one two three four\nwho types /a/path/that/is/longer/than/the/line, has it whole. "
+    text += "Type megaspan export run out --merge."
+    assert fitted(text, None) == text
+    assert fitted(text, 400) == text
+    assert fitted(text, 16).split("\n") == [
+        "  one two three", "      four", "who types", "    /a/path/that/is/longer/than/the/line,", "    has it", "    whole.",
+        "    Type megaspan export run out --merge.",
+    ]  # fmt: skip
+
+
+def test_an_error_says_what_to_do_in_the_words_of_whoever_shows_it():
+    error = UserError("wrong", got=3, do="Write x: 1")
+    error.spell(lambda words: words.replace(": ", "="))
+    assert str(error) == "wrong; got 3. Write x=1."
+    error.spell(lambda words: words)
+    assert str(error) == "wrong; got 3. Write x: 1."
+    assert str(UserErrors([error, error])).count("Write x: 1.") == 2

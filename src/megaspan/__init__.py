@@ -31,7 +31,9 @@ def _said_once(kind: type[BaseException], error: BaseException, trace: Traceback
     human = sys.modules.get("megaspan.human")
     if human is not None and issubclass(kind, human.UserError):
         from megaspan import world
+        from megaspan.config.spelling import as_python
 
+        error.spell(as_python)  # type: ignore[attr-defined]
         if world.launch().several:
             world.exit_once(kind, error, trace)
     _shown_before(kind, error, trace)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from megaspan.human import UserError, UserErrors, missing_extra
+from megaspan.human import UserError, UserErrors, fitted, missing_extra, terminal_width
 
 DONE, FAILED, WRONG, OUT_OF_MEMORY = 0, 1, 2, 3
 WIDTH = 110
@@ -207,13 +207,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with _hearing_sigterm(), contextlib.redirect_stdout(sys.stderr) if quiet else contextlib.nullcontext():
             result = _run(arguments)
     except (Exception, KeyboardInterrupt) as error:
-        result = _failure(error)
+        result = _failure(error, file=any(word.endswith((".yaml", ".yml")) for word in arguments[1:2]))
     if result.value is None:  # another process shows it
         return result.code
     try:
         text = json.dumps(_for_json(result.value), default=str, indent=2, allow_nan=False) if as_json else result.text
         if text:
-            print(text)
+            print(text if as_json else fitted(text, terminal_width(sys.stdout)))
         sys.stdout.flush()
     except BrokenPipeError:  # `megaspan plan | head`: the reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -235,45 +235,13 @@ def _run(arguments: list[str]) -> Result:
         raise UserError(f"megaspan has no verb {name!r}", allowed=", ".join(VERBS), do=verb_meant(arguments, VERBS))
     if "-h" in rest or "--help" in rest:
         return Result(_verb_help(verb), {"usage": verb.usage})
-    return verb.run(_take_apart(verb, rest))
+    from megaspan.config import commandline  # not before somebody wants more than help
 
-
-def _take_apart(verb: Verb, words: list[str]) -> Call:
-    places: list[str] = []
-    while words and not words[0].startswith("-"):
-        places.append(words.pop(0))
-    own: dict[str, str] = {}
-    flags: list[str] = []
-    while words:
-        word = words.pop(0)
-        name, equals, value = word.removeprefix("--").partition("=")
-        if not word.startswith("--") or name not in verb.own:
-            if word.startswith("--") and (others := [each for each in VERBS.values() if name in each.own]):
-                from megaspan.config.slips import flag_of_others
-
-                value = others[0].own[name].value
-                raise flag_of_others(name, value, verb.usage.split()[0], [each.usage for each in others])
-            flags.append(word)
-        elif not verb.own[name].value:
-            if equals:
-                raise UserError(f"--{name} takes no value", got=value)
-            own[name] = ""
-        else:
-            own[name] = value if equals else words.pop(0) if words and not words[0].startswith("--") else ""
-    fewest, most = verb.places
-    if verb.takes_options and not fewest:
-        from megaspan.config.slips import file_meant
-
-        if (slip := file_meant(verb.usage.split()[0], places, flags, _shapes)) is not None:
-            raise slip
-    if not fewest <= len(places) <= most:
-        count = f"{fewest} or {most}" if fewest < most else f"{most or 'no'}"
-        what = f"megaspan {verb.usage.split()[0]} takes {count} word{'s' * (most != 1)} before its flags"
-        raise UserError(what, found=" ".join(places) or "none", do=f"Type megaspan {verb.usage}")
-    if flags and not verb.takes_options:
-        allowed = ", ".join(f"--{name}" for name in verb.own)
-        raise UserError(f"{flags[0]} is not a flag here", allowed=allowed, do=f"Type megaspan {verb.usage}")
-    return Call(places, own, flags)
+    known = {
+        each: commandline.Verb(it.usage, it.places, {flag: own.value for flag, own in it.own.items()}, it.takes_options)
+        for each, it in VERBS.items()
+    }
+    return verb.run(Call(*commandline.take_apart(known[name], rest, list(known.values()), _shapes)))
 
 
 def _shapes() -> tuple[str, ...]:
@@ -295,7 +263,12 @@ def _whole_number(call: Call, name: str) -> int | None:
         return None
     text = call.own[name]
     if not text.isdecimal():
-        raise UserError(f"--{name} must be a whole number of at least 0", got=text or None, found="nothing behind it")
+        raise UserError(
+            f"--{name} must be a whole number of at least 0",
+            got=text or None,
+            found="nothing behind it",
+            do=f"Write --{name} 1",
+        )
     return int(text)
 
 
@@ -340,13 +313,17 @@ def _hearing_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _failure(error: BaseException) -> Result:
+def _failure(error: BaseException, *, file: bool) -> Result:
     """Says on stderr what went wrong; the result holds the exit code and, for programs, the sentences.
 
     Of several ranks one says it, the one that failed first: under `megaspan train` by the parent process.
     """
     from megaspan import world
 
+    if isinstance(error, UserError):
+        from megaspan.config.spelling import for_command
+
+        for_command(error, file=file)
     code, sentences = _judge(error)
     trace = "".join(traceback.format_exception(error)) if code == FAILED else ""  # ours to mend, so all of it is shown
     if (failure := world.report_failure(code, sentences, trace)) is None:
@@ -357,7 +334,7 @@ def _failure(error: BaseException) -> Result:
 def _say(code: int, sentences: list[str], trace: str) -> Result:
     print(trace, end="", file=sys.stderr)
     for sentence in sentences:
-        print(f"megaspan: {sentence}", file=sys.stderr)
+        print(fitted(f"megaspan: {sentence}", terminal_width(sys.stderr)), file=sys.stderr)
     return Result("", {"exit_code": code, "errors": sentences}, code)
 
 

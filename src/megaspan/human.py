@@ -1,14 +1,18 @@
 """Sizes that people type and read, and errors that say what to do.
 
 A million-token run is described by a handful of numbers (`1M` tokens, `80GiB` of memory); they are parsed and printed here and
-nowhere else, so that a file, a flag and a printed line always mean the same thing.
+nowhere else, so that a file, a flag and a printed line always mean the same thing. So are lines that are longer than a terminal
+is wide: half of what a run says about itself has 100 to 200 letters, and a terminal breaks them within words.
 """
 
 from __future__ import annotations
 
 import difflib
+import os
 import re
-from collections.abc import Iterable, Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from typing import TextIO
 
 _TOKEN_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 _BYTE_UNITS = {
@@ -28,7 +32,7 @@ class UserError(Exception):
         got: the offending value, as the user wrote it; a text is shown in quotes.
         found: what is there instead, in our words: a kind, a shape, an option with its value. Shown as it is; one of the two.
         allowed: the legal values.
-        do: what to type next.
+        do: what to type next; options in it as in a YAML file (`packing: false`), which `spell` turns into flags or Python.
         option: name of the option to blame, by which a caller finds the line of the file.
     """
 
@@ -43,18 +47,25 @@ class UserError(Exception):
         option: str | None = None,
     ) -> None:
         self.what, self.got, self.found, self.allowed, self.do, self.option = what, got, found, allowed, do, option
-        parts = [what.rstrip(".")]
-        if got is not None:
-            parts.append(f"got {got!r}" if isinstance(got, str) else f"got {got}")
-        elif found is not None:
-            parts.append(f"got {found.rstrip('.')}")
-        if allowed:
-            parts.append(f"allowed: {allowed.rstrip('.')}")
+        super().__init__(self._sentence(do))
+
+    def _sentence(self, do: str | None) -> str:
+        parts = [self.what.rstrip(".")]
+        if self.got is not None:
+            parts.append(f"got {self.got!r}" if isinstance(self.got, str) else f"got {self.got}")
+        elif self.found is not None:
+            parts.append(f"got {self.found.rstrip('.')}")
+        if self.allowed:
+            parts.append(f"allowed: {self.allowed.rstrip('.')}")
         sentence = "; ".join(parts) + "."
         if do:
             # Lines to paste stay as they are: `true.` is no value.
             sentence += " " + (do if do.endswith(("?", "!")) or "\n" in do else do.rstrip(".") + ".")
-        super().__init__(sentence)
+        return sentence
+
+    def spell(self, words: Callable[[str], str]) -> None:
+        """Says what to do in other words: `words` gets `do`, always as it was written first."""
+        self.args = (self._sentence(None if self.do is None else words(self.do)),)
 
     def at(self, place: str) -> UserError:
         """The same error with its place (a file and line, a flag) in front."""
@@ -66,9 +77,15 @@ class UserErrors(UserError):
     """Several errors of one file, reported together."""
 
     def __init__(self, errors: Sequence[UserError]) -> None:
-        super().__init__("\n".join(str(error) for error in errors))
+        super().__init__("")
         self.errors = tuple(errors)
         self.args = ("\n".join(str(error) for error in errors),)
+
+    def spell(self, words: Callable[[str], str]) -> None:
+        """Says what to do in other words, for each of them."""
+        for error in self.errors:
+            error.spell(words)
+        self.args = ("\n".join(str(error) for error in self.errors),)
 
 
 def parse_tokens(value: int | str) -> int:
@@ -132,6 +149,45 @@ def format_seconds(seconds: float) -> str:
     if minutes < 60:
         return f"{minutes} min {rest:02d} s"
     return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def terminal_width(stream: TextIO) -> int | None:
+    """Columns of the terminal that `stream` writes to; None where it is a file, a pipe or a notebook.
+
+    Asked of the stream itself: rich believes FORCE_COLOR, which build servers set, and would break the lines of a log.
+    """
+    try:
+        return (os.get_terminal_size(stream.fileno()).columns or 80) if stream.isatty() else None
+    except (OSError, ValueError):  # a stream without a file behind it
+        return None
+
+
+def fitted(text: str, width: int | None) -> str:
+    """`text` with its long lines broken between words, what follows indented by four; as it is where `width` is None.
+
+    A word that is longer, a path for one, stays whole, and so does a command line to type: it begins a line of its own.
+    """
+    if width is None:
+        return text
+    lines: list[str] = []
+    for line in text.split("\n"):
+        indent = " " * (len(line) - len(line.lstrip()) + 4)
+        pieces = [line] if len(line) <= width else _COMMAND.split(line)
+        for number, piece in enumerate(pieces):
+            first = indent if number else ""
+            whole = len(first + piece) <= width or piece.startswith("Type ")
+            broken = (
+                [first + piece]
+                if whole
+                else textwrap.wrap(
+                    piece, width, initial_indent=first, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+                )
+            )
+            lines += broken
+    return "\n".join(lines)
+
+
+_COMMAND = re.compile(r" (?=Type megaspan )")
 
 
 def nearest(name: str, names: Iterable[str], *, likeness: float = 0.6) -> str | None:

@@ -62,3 +62,26 @@ def test_every_option_refuses_a_value_of_no_type(name):
     with pytest.raises(UserErrors) as caught:
         SFTConfig(**{"max_length": 4096, name: object()})
     assert any(error.option == name for error in caught.value.errors)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "meant"),
+    [
+        ("memory_limit", 80, "80GiB"), ("memory_limit", "80", "80GiB"), ("memory_limit", 80.5, "80.5GiB"),
+        ("host_memory", "1_900", "1900GiB"), ("memory_limit", 81559, "81559MiB"), ("memory_limit", "80gi", "80GiB"),
+        ("memory_limit", [80, "GB"], "80GB"), ("max_length", "1million", "1M"), ("max_length", "128kb", "128k"),
+        ("max_length", ["128k", "tokens"], "128k"), ("max_length", "1.5 mil", "1.5M"), ("max_lost_tokens", "50%", "0.5"),
+        ("lora_dropout", "10%", "0.1"),
+        ("memory_limit", 0, None), ("memory_limit", -80, None), ("memory_limit", "much", None), ("memory_limit", True, None),
+        ("max_length", 1.5, None), ("max_length", 0, None), ("host_memory", "50%", None), ("seed", "3 GiB", None),
+    ],
+)  # fmt: skip
+def test_what_a_wrong_size_was_meant_to_be(name, value, meant):
+    """What is suggested is legal."""
+    config = {"max_length": 4096, "use_peft": True, "packing": False, "overlong": "drop"}
+    with pytest.raises(UserErrors) as caught:
+        SFTConfig(**config | {name: value})
+    (error,) = caught.value.errors
+    assert error.do == (f"Write {name}: {meant}" if meant else None)
+    if meant:
+        SFTConfig(**config | {name: meant})

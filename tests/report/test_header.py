@@ -60,3 +60,11 @@ def test_of_a_very_long_word_the_middle_is_left_out():
     model, resumed, _ = (text.plain for text in render(lines, None))
     assert len(model) < 80
     assert resumed.index("/clusters") == len("  resumed  ") + 34 + 2  # its column, though a value is longer than the column
+
+
+def test_a_build_server_that_asks_for_colour_gets_whole_lines(monkeypatch):
+    """rich takes FORCE_COLOR for a terminal of 80 columns, so the lines of a log were broken and grep found none."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    out = io.StringIO()
+    print_header(LINES, file=out)
+    assert len(out.getvalue().splitlines()) == len(LINES)

@@ -17,6 +17,7 @@ from megaspan.config import foreign
 from megaspan.config.checks import WithoutEffect
 from megaspan.config.schema import SFTConfig, allowed_of
 from megaspan.config.slips import DASHES
+from megaspan.config.spelling import COMMAND_LINE
 from megaspan.human import UserError, UserErrors
 
 # Pairs that exclude each other: what is typed replaces what the file has of the other.
@@ -171,12 +172,12 @@ def _read_flags(flags: Sequence[str], places: dict[str, str], errors: list[UserE
     while position < len(flags):
         flag = flags[position]
         position += 1
-        if not flag.startswith("--") or flag == "--":
+        if not flag.startswith("--") or not flag[2:].partition("=")[0]:
             meant = flag.lstrip("".join(DASHES))
             typed = flag.startswith(DASHES) and meant.partition("=")[0].replace("-", "_") in SFTConfig.model_fields
             do = f"Write --{meant}" if typed else "Write --name value; the file comes before all flags"
             errors.append(_NoValue(f"{flag!r} is not a flag", do=do, option=meant.replace("-", "_") if typed else None))
-            while typed and position < len(flags) and not flags[position].startswith(DASHES):
+            while position < len(flags) and not flags[position].startswith(DASHES):
                 position += 1  # its value, of which nothing is to be said
             continue
         name, equals, text = flag[2:].partition("=")
@@ -196,7 +197,7 @@ def _read_flags(flags: Sequence[str], places: dict[str, str], errors: list[UserE
         if key in options:
             errors.append(UserError(f"--{name} is given twice", do="Keep one of them", option=key))
         options[key] = value
-        places[key] = "command line"
+        places[key] = COMMAND_LINE
     return options
 
 
@@ -208,7 +209,7 @@ def _flag_value(key: str, texts: list[str]) -> Any:
     """What a flag says: nothing is true, one word is a YAML value, several are a list."""
     if not texts:
         return True
-    values = [_yaml_value(text) for text in texts]
+    values = [yaml_value(text) for text in texts]
     if len(values) > 1:
         return values
     if key in SFTConfig.model_fields and "a text" in allowed_of(key) and texts[0] not in ("null", "~"):
@@ -216,7 +217,8 @@ def _flag_value(key: str, texts: list[str]) -> Any:
     return values[0]
 
 
-def _yaml_value(text: str) -> Any:
+def yaml_value(text: str) -> Any:
+    """A value as a line of the file has it; what is no YAML is a text."""
     try:
         return yaml.load(text, _Loader)
     except (yaml.YAMLError, ValueError, RecursionError):

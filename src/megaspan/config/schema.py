@@ -19,6 +19,7 @@ from pydantic import (
 )
 
 from megaspan.config import checks, foreign, nested
+from megaspan.config.spelling import for_python
 from megaspan.config.values import (
     Bytes,
     Count,
@@ -43,6 +44,7 @@ from megaspan.config.values import (
     Warmup,
     Whole,
     allowed_text,
+    value_meant,
 )
 from megaspan.human import UserError, UserErrors, nearest
 
@@ -213,6 +215,7 @@ class SFTConfig(BaseModel):
 
     if not TYPE_CHECKING:  # type checkers see the fields in place of this signature
 
+        @for_python()
         def __init__(self, /, **options: Any) -> None:
             values, written, errors = foreign.translate(options, type(self).model_fields)
             values, more = nested.check(values)
@@ -293,6 +296,8 @@ def _wrong_value(name: str, value: Any) -> UserError:
     if own is not None:
         return UserError(f"{name}: {own['why'].rstrip('.')}", got=value, do=own.get("do"), option=name)
     allowed = allowed_of(name)
+    if (meant := value_meant(allowed, value)) is not None:
+        return UserError(f"{name} must be {allowed}", got=value, do=f"Write {name}: {meant}", option=name)
     close = nearest(value, allowed.replace(" or ", ", ").split(", ")) if isinstance(value, str) else None
     do = f"Did you mean {close}?" if close else "Put it in quotes" if isinstance(value, float) and "text" in allowed else None
     found = "null" if value is None else None
@@ -306,7 +311,7 @@ def allowed_of(name: str) -> str:
 
 
 def _no_length() -> UserError:
-    do = "Write max_length: 128k (or --max_length 128k); megaspan plan shows what fits"
+    do = "Write max_length: 128k; megaspan plan shows what fits"
     return UserError(
         "max_length is missing and has no default",
         allowed="a number of tokens such as 131072, 128k or 1M",

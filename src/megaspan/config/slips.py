@@ -14,7 +14,7 @@ from pathlib import Path
 from megaspan.human import UserError, nearest
 
 DASHES = ("-", "–", "—")  # what documents and chats make of hyphens
-_FILES = (".yaml", ".yml")
+FILES = (".yaml", ".yml")
 _DATA = (".txt", ".md", ".jsonl", ".ndjson", ".parquet", ".csv")
 _SHOWN = 3
 # What other tools call it, where no word of ours is like it.
@@ -43,9 +43,9 @@ def option_meant(name: str, names: Collection[str]) -> str | None:
 def verb_meant(words: Sequence[str], verbs: Collection[str]) -> str:
     """What to type instead of a command line that begins with no verb."""
     first = words[0]
-    if first.startswith(DASHES) or first.endswith(_FILES):
+    if first.startswith(DASHES) or first.endswith(FILES):
         verb = next((word for word in words if word in verbs), "train")
-        files = [word for before, word in pairwise(["", *words]) if word.endswith(_FILES) and not before.startswith("--")]
+        files = [word for before, word in pairwise(["", *words]) if word.endswith(FILES) and not before.startswith("--")]
         rest = [word for word in words if word != verb and word not in files]
         return f"The verb comes first, then the file: megaspan {shlex.join([verb, *files, *rest])}"
     close = nearest(first, verbs)
@@ -68,23 +68,14 @@ def flag_of_others(name: str, value: str, verb: str, usages: Sequence[str]) -> U
     return UserError(f"--{name} is a flag of {owners}, not of megaspan {verb}", do=f"Leave it out, or type megaspan {typed}")
 
 
-def file_meant(
-    verb: str, words: Sequence[str], flags: Sequence[str], shapes: Callable[[], Collection[str]]
-) -> UserError | None:
+def file_meant(verb: str, words: Sequence[str], shapes: Callable[[], Collection[str]]) -> UserError | None:
     """What is wrong with the words before the flags of a verb that takes a YAML file there; None where nothing is seen.
 
     Args:
         verb: the verb.
         words: what stands before the flags.
-        flags: the flags and their values.
         shapes: gives the names of shapes, which are models.
     """
-    *before, last = flags or [""]
-    value = bool(before) and before[-1].startswith("--") and "=" not in before[-1]
-    if not words and not value and last.endswith(_FILES) and _is_file(last):
-        return UserError(
-            f"the file {last} comes before all flags", do=f"Type megaspan {verb} {shlex.quote(last)} and then the flags"
-        )
     for word in words:
         try:
             path = Path(word).expanduser()
@@ -113,18 +104,11 @@ def file_meant(
     return None
 
 
-def _is_file(word: str) -> bool:
-    try:
-        return Path(word).is_file()
-    except OSError:
-        return False
-
-
 def _like_a_hub_name(word: str) -> bool:
     """Whether it is `owner/name` and no path to somewhere here."""
     path = Path(word)
     return (
-        word.count("/") == 1 and path.suffix not in _FILES and not word.startswith((".", "/", "~")) and not path.parent.exists()
+        word.count("/") == 1 and path.suffix not in FILES and not word.startswith((".", "/", "~")) and not path.parent.exists()
     )
 
 
@@ -132,6 +116,6 @@ def _close_file(path: Path) -> Path | None:
     """A YAML file beside `path` of nearly its name."""
     if path.is_dir() or not path.parent.is_dir():
         return None
-    names = [each.name for each in path.parent.iterdir() if each.suffix in _FILES and each.is_file()]
+    names = [each.name for each in path.parent.iterdir() if each.suffix in FILES and each.is_file()]
     close = f"{path.stem}.yaml" if f"{path.stem}.yaml" in names else nearest(path.name, names, likeness=0.7)
     return path.parent / close if close else None

@@ -6,6 +6,7 @@ the error sentence, `megaspan train --help` and the documentation are made, so t
 
 from __future__ import annotations
 
+import re
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -178,6 +179,40 @@ Trackers = Annotated[
     BeforeValidator(_trackers),
     Allowed("none, or one or more of tensorboard, wandb, trackio"),
 ]
+
+
+_ONE_SIZE = re.compile(r"([0-9][0-9_,]*(?:\.[0-9]+)?)\s*([a-z%]*)", re.IGNORECASE)
+_LARGEST_GIB = 9_999  # a bare number above it is the MiB of nvidia-smi, 81559 for one
+_WORDS = {"thousand": "k", "kilo": "k", "mil": "M", "mio": "M", "million": "M", "mega": "M", "billion": "G"}
+
+
+def value_meant(allowed: str, value: Any) -> str | None:
+    """What was probably meant by a wrong size, number of tokens or share; None where nothing is seen.
+
+    A bare number for memory is GiB (80 for 80GiB): bytes are too many digits to be typed by hand.
+
+    Args:
+        allowed: the legal values, as `allowed_text` says them.
+        value: what was given; two words behind a flag (80 GiB) come as a list.
+    """
+    given = "".join(map(str, value)) if isinstance(value, list) else str(value)
+    found = _ONE_SIZE.fullmatch(given.strip())
+    if isinstance(value, bool) or found is None or not found[1].strip("0.,_"):
+        return None
+    number, unit = found[1], found[2].lower()
+    letter = _WORDS.get(unit, unit[:1].upper() if unit[:1] in ("k", "m", "g", "t") else "")
+    if allowed.startswith("a size"):
+        plain = float(number.replace(",", "").replace("_", ""))
+        if unit in ("", "b"):
+            return None if plain >= 2**20 else f"{plain:g}GiB" if plain <= _LARGEST_GIB else f"{plain:.0f}MiB"
+        return f"{number}{letter}{'B' if unit == letter.lower() + 'b' else 'iB'}" if letter else None
+    if allowed.startswith("a number of tokens"):
+        letter = letter.replace("T", "").replace("K", "k")  # 128 tokens
+        wrong = float(number) != int(float(number)) if "." in number else False
+        return None if wrong and not letter else f"{number}{letter}"
+    if unit == "%" and "from 0" in allowed:
+        return f"{float(number.replace(',', '')) / 100:g}"
+    return None
 
 
 def read_bool(value: Any) -> bool | None:

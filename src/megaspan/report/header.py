@@ -17,6 +17,8 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.text import Text
 
+from megaspan.human import terminal_width
+
 _VALUE_WIDTH = 34
 _LONGEST_WORD = 48  # of a path the beginning and the end say enough; the whole of it is in config.yaml and run.json
 _GAP = "  "
@@ -42,11 +44,12 @@ class Line:
 def print_header(lines: Iterable[Line], *, title: str | None = None, file: TextIO | None = None) -> None:
     """Prints the lines as one aligned block, on stderr unless `file` is given.
 
-    On a terminal long reasons wrap under their column; elsewhere a line stays one line, without colour. Of a word that would
+    On a terminal long reasons wrap under their column; elsewhere a line stays one line, which grep finds. Of a word that would
     burst its column, a path for one, the middle is left out.
     """
-    console = Console(file=file or sys.stderr, highlight=False, soft_wrap=True)
-    width = console.width if console.is_terminal else None
+    file = file or sys.stderr
+    console = Console(file=file, highlight=False, soft_wrap=True)
+    width = terminal_width(file)
     block = [Text(title, style="bold")] if title else []
     console.print(Text("\n").join([*block, *render(list(lines), width)]))  # at once: a notebook makes an output of every print
 

@@ -17,7 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from megaspan.human import format_bytes, format_seconds
+from megaspan.human import fitted, format_bytes, format_seconds
 from megaspan.report.entries import dict_line, reading_line
 from megaspan.report.pace import Pace
 
@@ -99,7 +99,8 @@ class TerminalView:
 
     def say(self, text: str, loud: bool) -> None:
         """Prints the text above the bars, red if it is loud."""
-        self._console.print(Text(f"! {text}" if loud else text, style="bold red" if loud else ""))
+        told = fitted(f"! {text}" if loud else text, self._console.width)
+        self._console.print(Text(told, style="bold red" if loud else ""), soft_wrap=True)
 
     def _draw(self) -> RenderableType:
         pace = self._pace
