@@ -109,7 +109,7 @@ def test_dials_are_turned_from_the_cheapest() -> None:
     roomy = plan(tokens="256k")
     assert (roomy.streamed, roomy.kv_heads_per_call, roomy.layer_tile_tokens, roomy.stream_back) == (True, None, 16_384, False)
     assert (roomy.keep.outputs, roomy.keep.runs_again) == (36, 0)
-    tight = plan(tokens="256k", memory_limit="40GiB")
+    tight = plan(tokens="256k", memory_limit="36GiB", offload_optimizer=False)
     assert tight.fits
     assert tight.kv_heads_per_call is not None
     assert tight.stream_back
@@ -138,10 +138,12 @@ def test_what_fits_on_the_device_stays_there_before_anything_is_computed_twice()
     assert any("want of host memory" in reason for reason in made.reasons)
 
 
-def test_states_move_only_where_nothing_fits_otherwise() -> None:
+def test_states_move_where_nothing_fits_otherwise() -> None:
     assert plan().states == StatePlan("device", "device")
-    assert plan(memory_limit="32GiB").states == StatePlan("host", "device"), "16 bits a parameter, before 32"
+    assert plan(memory_limit="34GiB").states == StatePlan("host", "device"), "16 bits a parameter, before 32"
+    assert any("on the device there is no room" in reason for reason in plan(memory_limit="34GiB").reasons)
     assert plan(memory_limit="25GiB").states == StatePlan("device", "host")
+    assert not any("step faster" in reason for reason in plan(memory_limit="25GiB").reasons), "nothing else fits"
     assert plan(memory_limit="17GiB").states == StatePlan("host", "host")
     assert plan(memory_limit="25GiB", max_grad_norm=0).states.gradients == "update"
     assert plan(max_grad_norm=0).device_bytes < plan().device_bytes
@@ -149,10 +151,10 @@ def test_states_move_only_where_nothing_fits_otherwise() -> None:
     several = plan(max_grad_norm=0, gradient_accumulation_steps=4)
     assert several.states.gradients == "device"
     assert any("4 rows are summed" in reason for reason in several.reasons)
-    moved = plan(memory_limit="32GiB", gradient_accumulation_steps=4)
+    moved = plan(memory_limit="34GiB", gradient_accumulation_steps=4)
     assert moved.states == StatePlan("host", "device"), "their sum waits there as well as one row's"
     assert any("the sum of 4 rows" in reason for reason in moved.reasons)
-    assert moved.longest_row == pytest.approx(plan(memory_limit="32GiB").longest_row, rel=0.03)
+    assert moved.longest_row == pytest.approx(plan(memory_limit="34GiB").longest_row, rel=0.03)
     assert plan(memory_limit="25GiB", use_peft=True).states == StatePlan()
     assert plan(offload_optimizer=True).states == StatePlan("device", "host")
     asked = plan(memory_limit="25GiB", offload_optimizer=False)

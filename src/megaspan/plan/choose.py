@@ -32,7 +32,7 @@ from megaspan.plan.reasons import keep_rows, layer_reasons, state_reasons, summa
 from megaspan.plan.rope_math import RopeChoice, resolve_rope
 from megaspan.plan.rope_native import text_config
 from megaspan.plan.seconds import Seconds, has_flash4, step_seconds
-from megaspan.plan.states import StatePlan, state_plans
+from megaspan.plan.states import Faster, StatePlan, state_plans
 
 if TYPE_CHECKING:
     from megaspan.config import SFTConfig
@@ -261,7 +261,7 @@ def choose(
         host_limit=limits.host,
         limits_from=_limits_from(config, machine, gpu),
         fits=found.fits,
-        reasons=(*_reasons(config, facts, s, machine, rope, used), *cramped),
+        reasons=(*_reasons(config, facts, s, machine, rope, used, found.faster), *cramped),
         longest_row=max(row, s.tokens) if found.fits else row,
         next_lever=lever,
         suffices=suffices,
@@ -345,8 +345,9 @@ def _checkpoints(config: SFTConfig) -> int:
 
 
 def _reasons(
-    config: SFTConfig, facts: ModelFacts, s: Settings, machine: Machine, rope: RopeChoice | None, used: Memory
-) -> list[str]:
+    config: SFTConfig, facts: ModelFacts, s: Settings, machine: Machine, rope: RopeChoice | None, used: Memory,
+    faster: Faster | None,
+) -> list[str]:  # fmt: skip
     reasons = []
     if not facts.known:
         kind = facts.model_type or "this kind"
@@ -368,7 +369,7 @@ def _reasons(
         )
     if s.checkpoint:
         reasons += layer_reasons(facts, s, used)
-    reasons += state_reasons(facts, s)
+    reasons += state_reasons(facts, s, faster)
     if not s.gpu:
         reasons.append("no GPU: everything lies in host memory, and offload copies within it")
     if s.gpu and machine.device_name == ELSEWHERE:

@@ -5,25 +5,30 @@ attended at once; what waits on the host may come back tile by tile; tiles may b
 on the host. Each saves memory and costs time, and which costs least depends on the length: at a million tokens an output
 computed again costs 13 s and all head groups together one, at 8,192 it is the other way round. So each combination of dials
 gets the best keep policy that it has room for, and of those that fit the one with the fewest predicted seconds is taken. States
-are moved only where nothing fits otherwise, or where they were asked to be.
+are one of the dials, but for a step that is hardly faster they stay where it is simplest (`WORTH`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from megaspan.plan.cost import Memory, memory
 from megaspan.plan.facts import ModelFacts
+from megaspan.plan.keep import KeepPolicy, LayerKeep
 from megaspan.plan.parts import Settings
 from megaspan.plan.place import Limits as Limits
 from megaspan.plan.place import can_keep, fallback, policies
 from megaspan.plan.search import LONGEST, largest
 from megaspan.plan.seconds import relative_seconds
-from megaspan.plan.states import StatePlan
+from megaspan.plan.states import Faster, StatePlan
 from megaspan.plan.step import Step
 
 TILES = (16_384, 8_192, 4_096)
+# Part of a step that it has to be faster for states to lie elsewhere than where it is simplest. Predicted steps were off by
+# half a percent where they were measured (docs/log.md), and a link of half an H200's rate doubles what moved states cost.
+WORTH = 0.01
 
 
 @dataclass(frozen=True)
@@ -34,25 +39,39 @@ class Fit:
         settings: with all dials set; where nothing fits, the most frugal ones.
         used: its memory.
         fits: it is within the limits.
+        faster: what that gains, where the states could lie more simply; None where they do, or have no room there.
     """
 
     settings: Settings
     used: Memory
     fits: bool
+    faster: Faster | None = None
 
 
 def fit(facts: ModelFacts, s: Settings, limits: Limits, states: tuple[StatePlan, ...] = (StatePlan(),)) -> Fit:
-    """The cheapest setting of the dials that fits; the most frugal one when none does.
+    """The setting of the dials and the states that fits with the fewest seconds; the most frugal one when none does.
 
     Args:
         facts: the model.
         s: the wishes.
         limits: bytes there are.
-        states: where gradients and optimizer states may lie, the cheapest first.
+        states: where gradients and optimizer states may lie, the simplest first. More of them is moved than has to be only
+            for `WORTH` of a step.
     """
+    best: tuple[Settings, float] | None = None
+    simplest = math.inf, StatePlan()
     for each in states:
-        if (found := _cheapest(facts, replace(s, states=each), limits)) is not None:
-            return _as_simple(facts, Fit(found, memory(facts, found), True), limits)
+        moved, below = replace(s, states=each), math.inf
+        if best is not None:
+            below = best[1] * (1 - WORTH if each.moved > best[0].states.moved else 1)
+            if _floor(facts, moved) >= below:
+                continue
+        if (found := _cheapest(facts, moved, limits, below)) is not None:
+            simplest = simplest if best else (found[1], each)
+            best = found
+    if best is not None:
+        gained = None if best[0].states == simplest[1] else Faster(simplest[1], simplest[0] - best[1])
+        return _as_simple(facts, Fit(best[0], memory(facts, best[0]), True, gained), limits)
     frugal = min(_frugal(facts, s, states), key=lambda pair: missing(limits, pair[1]))
     return Fit(*frugal, False)
 
@@ -143,23 +162,56 @@ def _groups(facts: ModelFacts, s: Settings) -> Iterator[int | None]:
         yield size
 
 
-def _cheapest(facts: ModelFacts, s: Settings, limits: Limits) -> Settings | None:
-    """The dials with the fewest seconds that fit; None where none do. Smaller tiles only where larger ones never fit."""
+def _cheapest(facts: ModelFacts, s: Settings, limits: Limits, below: float) -> tuple[Settings, float] | None:
+    """The dials with the fewest seconds that fit, and these; None where none take less than `below`.
+
+    Smaller tiles only where larger ones never fit. Dials that could not win with everything kept are not looked at.
+    """
     if not s.checkpoint:
-        return s if limits.hold(memory(facts, s)) else None
-    best: Settings | None = None
-    tile, least = 0, 0.0
+        seconds = relative_seconds(facts, s)
+        return (s, seconds) if seconds < below and limits.hold(memory(facts, s)) else None
+    best: tuple[Settings, float] | None = None
+    tile, least = 0, below
     for dials in _dials(facts, s):
-        if best is not None and dials.layer_tile != tile:
+        if tile and dials.layer_tile != tile:
             break
-        for policy in policies(Step(facts, dials), limits):
-            made = replace(dials, keep=policy)
+        needed = 0
+        if least < math.inf and (needed := _outputs_needed(facts, dials, least)) > facts.layers:
+            continue
+        for policy in policies(Step(facts, dials), limits, needed):
+            made, tile = replace(dials, keep=policy), dials.layer_tile
             seconds = relative_seconds(facts, made)
-            if best is None or seconds < least:
-                best, least, tile = made, seconds, dials.layer_tile
+            if seconds < least:
+                best, least = (made, seconds), seconds
             if s.ranks.row == 1 and _nothing_given_up(facts, made):
                 return best  # over ranks head groups hide the exchange of keys, so more of them may be faster
     return best
+
+
+def _floor(facts: ModelFacts, s: Settings) -> float:
+    """Seconds that no setting of the dials is below, whether or not it fits."""
+    first, *others = _dials(facts, s)
+    same = [dials for dials in others if dials.layer_tile == first.layer_tile]  # smaller tiles take longer
+    return min(_with_everything(facts, dials) for dials in (first, *same))
+
+
+def _outputs_needed(facts: ModelFacts, dials: Settings, below: float) -> int:
+    """The fewest outputs with which a step can take less than `below`; more than there are layers where none can."""
+    spare = below - _with_everything(facts, dials)
+    if spare <= 0:
+        return facts.layers + 1
+    if not dials.streams:
+        return 0
+    # The cheapest to attend again: over the shortest window there is.
+    cheapest = min(range(facts.layers), key=lambda layer: facts.span(layer) or dials.tokens)
+    keep = [LayerKeep("device", None if layer == cheapest else "device") for layer in range(facts.layers)]
+    each = relative_seconds(facts, replace(dials, keep=KeepPolicy(tuple(keep)))) - (below - spare)
+    return max(0, facts.layers - math.floor(spare / each)) if each > 0 else 0
+
+
+def _with_everything(facts: ModelFacts, dials: Settings) -> float:
+    """Seconds with everything kept on the device, where nothing is computed again or waited for."""
+    return relative_seconds(facts, replace(dials, keep=KeepPolicy.everything(facts.layers, "device", outputs=dials.streams)))
 
 
 def _nothing_given_up(facts: ModelFacts, s: Settings) -> bool:
@@ -176,4 +228,4 @@ def _as_simple(facts: ModelFacts, found: Fit, limits: Limits) -> Fit:
     simple = replace(s, states=replace(s.states, gradients="device"))
     used = memory(facts, simple)
     same = used.device_bytes <= found.used.device_bytes and used.host_bytes <= found.used.host_bytes
-    return Fit(simple, used, True) if same and limits.hold(used) else found
+    return replace(found, settings=simple, used=used) if same and limits.hold(used) else found

@@ -59,8 +59,14 @@ def free_policy(step: Step) -> KeepPolicy:
     return _last_on_device(layers, largest(layers, lambda last: device_bytes(last) <= bare), outputs)
 
 
-def policies(step: Step, limits: Limits) -> Iterator[KeepPolicy]:
-    """Policies that fit, each kind of them the best: everything kept; then with a disk; then with less kept."""
+def policies(step: Step, limits: Limits, least_outputs: int = 0) -> Iterator[KeepPolicy]:
+    """Policies that fit, each kind of them the best: everything kept; then with a disk; then with less kept.
+
+    Args:
+        step: with its dials.
+        limits: bytes there are.
+        least_outputs: none that keeps fewer outputs is wanted.
+    """
     layers, s = step.facts.layers, step.s
     away = Memory(step, _last_on_device(layers, 0, s.streams))
     if not (s.gpu and s.offload) or away.device_needed <= limits.device:
@@ -76,7 +82,7 @@ def policies(step: Step, limits: Limits) -> Iterator[KeepPolicy]:
         return
     if (disk := rooms.with_disk()) is not None:
         yield disk
-    if (best := rooms.best()) is not None:
+    if (best := rooms.best(least_outputs)) is not None:
         yield best
 
 
@@ -146,12 +152,13 @@ class Rooms:
         spared = largest(most, lambda fewer: made(most - fewer) is not None)
         return made(most - spared)
 
-    def best(self) -> KeepPolicy | None:
-        """The most outputs, then the most inputs that fit."""
+    def best(self, least_outputs: int = 0) -> KeepPolicy | None:
+        """The most outputs, then the most inputs that fit; None where fewer outputs fit than are wanted."""
         if not self.s.streams:
             return None
         tasks = self._tasks()
-        found = [*map(most_kept, tasks), *(most_inputs(task, self._outputs) for task in tasks)]
+        found = [most_kept(task, least_outputs=least_outputs) for task in tasks]
+        found += [most_inputs(task, self._outputs) for task in tasks]
         fitting = [policy for each in found if (policy := self._checked(each)) is not None]
         return max(fitting, key=lambda policy: (policy.outputs, len(policy.segments)), default=None)
 

@@ -14,6 +14,7 @@ from megaspan.plan.facts import ModelFacts
 from megaspan.plan.keep import KeepPolicy, LayerKeep, Place
 from megaspan.plan.parts import Settings
 from megaspan.plan.seconds import relative_seconds
+from megaspan.plan.states import Faster
 from megaspan.plan.streamed import input_bytes, output_bytes
 from megaspan.plan.weights import gradients_pass, link_bytes, whole_gradients
 
@@ -89,10 +90,17 @@ def _keep_reasons(facts: ModelFacts, s: Settings, used: Memory) -> list[str]:
     return reasons
 
 
-def state_reasons(facts: ModelFacts, s: Settings) -> list[str]:
-    """Why gradients and optimizer states lie where they do."""
+def state_reasons(facts: ModelFacts, s: Settings, faster: Faster | None = None) -> list[str]:
+    """Why gradients and optimizer states lie where they do.
+
+    Args:
+        facts: the model.
+        s: the levers.
+        faster: what it gains that they are not where it is simplest; None where they are, or nothing else fits.
+    """
     reasons = []
     beside, crossing = (size / 53e9 for size in link_bytes(facts, s))
+    gained = _gained(facts, s, faster) if faster else ""
     if s.states.gradients == "update":
         reasons.append(
             "parameters are updated in the backward, gradients dropped at once: nothing is clipped, it costs nothing"
@@ -102,13 +110,32 @@ def state_reasons(facts: ModelFacts, s: Settings) -> list[str]:
         if s.rows > 1:
             what = f"the sum of {s.rows} rows' gradients waits on the host, and comes back to be added to"
         each = "each" if s.rows > 1 else "the"
-        reasons.append(f"{what} ({beside:.2g} s of copies beside {each} backward): on the device there is no room")
+        chosen = faster is not None and faster.than.gradients != "host"
+        why = gained if chosen else "on the device there is no room"
+        reasons.append(f"{what} ({beside:.2g} s of copies beside {each} backward): {why}")
+        gained = "" if chosen else gained
     if s.states.moments == "host":
         masters = "fp32 masters and moments" if s.masters else "moments"
-        reasons.append(f"AdamW's {masters} lie on the host and pass the device in pieces, {crossing:.2g} s each way")
+        why = f": {gained}" if gained else ""
+        reasons.append(f"AdamW's {masters} lie on the host and pass the device in pieces, {crossing:.2g} s each way{why}")
     if s.rows > 1 and not s.adapter and not gradients_pass(s):
         reasons.append(f"gradients of a window's {s.rows} rows are summed: they are there in every moment but the first row's")
     return reasons
+
+
+def _gained(facts: ModelFacts, s: Settings, faster: Faster) -> str:
+    """Seconds for which states were moved that had room elsewhere."""
+    both = s.states.moved - faster.than.moved == 2
+    where = "with both on the device" if both else "with them on the device"
+    if faster.than.moved == 1:
+        where += f", and {'gradients' if faster.than.gradients == 'host' else 'moments'} on the host"
+    size = f"{format_seconds(faster.seconds)} a step faster on {RATED}" if _rated(facts, s) else "a step is faster"
+    return f"{size} than {where}, as layers have more room"
+
+
+def _rated(facts: ModelFacts, s: Settings) -> bool:
+    """Seconds can be told: rates are those of an H200, in bf16 and at head size 128 (plan/seconds.py)."""
+    return s.gpu and s.compute_bytes == 2 and facts.head_dim == 128
 
 
 def _lengths(policy: KeepPolicy) -> str:
@@ -133,9 +160,7 @@ def summary(facts: ModelFacts, s: Settings) -> str:
         return f"every layer keeps its input and attention's output {places}: attention runs forward once{also}"
     full = replace(s, keep=KeepPolicy.everything(layers, "host"))
     more = max(0.0, relative_seconds(facts, s) - relative_seconds(facts, full))
-    # Rates are those of an H200, in bf16 and at head size 128 (plan/seconds.py): of others there is nothing to say in seconds.
-    known = s.gpu and s.compute_bytes == 2 and facts.head_dim == 128
-    again = f"takes {format_seconds(more)} on {RATED}" if known else "is computed"
+    again = f"takes {format_seconds(more)} on {RATED}" if _rated(facts, s) else "is computed"
     kept = f"{len(policy.segments)} inputs and {policy.outputs} attention outputs of {layers} layers are kept {places}"
     return f"{kept} for want of room; the rest, again, {again}{also}"
 
