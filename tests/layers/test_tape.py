@@ -142,8 +142,8 @@ HERE, THERE, AGAIN = LayerKeep("device", "device"), LayerKeep("host", "host"), L
 @pytest.mark.parametrize(
     ("layer", "options", "wanted"),
     [
-        (THERE, {}, 4 * LAYERS),
-        (AGAIN, {}, 8 * LAYERS),  # once to attend, once more to go back through it
+        (THERE, {}, 3 * LAYERS),  # of four groups the first one is made of tiles that come for the second half
+        (AGAIN, {}, 7 * LAYERS),  # all of them to attend, and again to go back through it
         (HERE, {}, 0),  # nothing comes over the link
         (THERE, {"heads": None}, 0),
         (THERE, {"tile": 64}, 0),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partialmethod
 from typing import Any
 
 import pytest
@@ -208,14 +209,19 @@ def test_a_streamed_layer_needs_what_the_plan_says(
 def test_a_head_group_that_is_projected_ahead_needs_what_the_plan_adds_for_it(
     kv_heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the next one q, k, v and attention's output; none of the last one's gradients are there where most is."""
+    """Of the next one q, k, v and attention's output; none of the last one's gradients are there where most is.
+
+    And q, k, v of the first one while its tiles pass by.
+    """
     from megaspan.attention import install
     from megaspan.layers.dials import LayerPlan
     from megaspan.layers.stream import LayerRun
     from megaspan.layers.streamed import Streaming
 
-    tokens, tile, peaks = 2048, 128, []
-    attend = LayerRun._attend_backward
+    tokens, tile = 2048, 128
+    phases = {"_second_half": "MLP", "_attend_backward": "attention"}
+    peaks: dict[str, list[int]] = {name: [] for name in phases}
+    own = {name: getattr(LayerRun, name) for name in phases}
     sizes = TINY | {"num_attention_heads": 8, "num_key_value_heads": kv_heads}
     config = AutoConfig.for_model("qwen3", **sizes)
     for ahead in (False, True):
@@ -230,24 +236,29 @@ def test_a_head_group_that_is_projected_ahead_needs_what_the_plan_adds_for_it(
         with Live(free=(*model.parameters(), *rotary), counted=(x_tE,)) as live:
             y_tE = model.model.layers[0](x_tE, attention_mask=None, position_ids=positions, position_embeddings=rotary)
 
-            def watched(*given: Any, live: Live = live) -> Any:
+            def watched(*given: Any, live: Live, name: str) -> Any:
                 live.restart()
-                found = attend(*given)
-                peaks.append(live.peak)
+                found = own[name](*given)
+                peaks[name].append(live.peak)
                 return found
 
             with monkeypatch.context() as patch:
-                patch.setattr(LayerRun, "_attend_backward", watched)
+                for name in phases:
+                    patch.setattr(LayerRun, name, partialmethod(watched, live=live, name=name))
                 y_tE.backward(torch.ones_like(y_tE))
         streaming.remove()
-    facts, planned = ModelFacts.from_config(config.to_dict()), []
+    facts = ModelFacts.from_config(config.to_dict())
+    planned: dict[str, list[int]] = {name: [] for name in phases}
     for ahead in (False, True):
         dials = {"layer_tile": tile, "kv_heads_per_call": 1, "stream_back": True, "project_ahead": ahead}
         s = replace(PURE, tokens=tokens, streamed=True, **dials)
-        _, attention, _ = backward_phases(facts, layer_bytes(facts, 0, s), s, facts.layer_parameters[0])
-        planned.append(attention.bytes + tile_bytes(facts, s, "attention")[1])
-    assert planned[1] > planned[0]
-    assert peaks[1] - peaks[0] == pytest.approx(planned[1] - planned[0], rel=0.02)
+        found = backward_phases(facts, layer_bytes(facts, 0, s), s, facts.layer_parameters[0])
+        for name, phase in phases.items():
+            (size,) = (each.bytes for each in found if each.name == phase)
+            planned[name].append(size + tile_bytes(facts, s, phase)[1])
+    for name in phases:
+        assert planned[name][1] > planned[name][0]
+        assert peaks[name][1] - peaks[name][0] == pytest.approx(planned[name][1] - planned[name][0], rel=0.02), name
 
 
 def test_states_by_precision() -> None:

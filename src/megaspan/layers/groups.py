@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
+from torch import Tensor
+
 from megaspan.attention import AttentionCall
 
 
@@ -37,3 +40,8 @@ def head_groups(call: AttentionCall, kv_heads: int | None) -> tuple[HeadGroup, .
         return (ALL_HEADS,)
     starts = range(0, count, kv_heads)
     return tuple(HeadGroup(slice(s, s + kv_heads), slice(s * share, (s + kv_heads) * share)) for s in starts)
+
+
+def side_by_side(parts: list[Tensor]) -> Tensor:
+    """What head groups have, [1, t, heads, D] each, as all heads have it."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)

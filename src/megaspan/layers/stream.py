@@ -35,8 +35,9 @@ from megaspan.layers.balance import Balance
 from megaspan.layers.dials import Counts, LayerPlan
 from megaspan.layers.dropout import DropoutHandle
 from megaspan.layers.family import Family, after, attention_trains, before
-from megaspan.layers.groups import ALL_HEADS, HeadGroup, head_groups
+from megaspan.layers.groups import ALL_HEADS, HeadGroup, head_groups, side_by_side
 from megaspan.layers.halves import Halves
+from megaspan.layers.projection import Projection
 from megaspan.layers.reuse import Reuse
 from megaspan.layers.routing import Router, Routing
 from megaspan.layers.tape import Kept, Stores, Tape
@@ -151,7 +152,7 @@ class LayerRun:
         with torch.autocast(**self.autocast):
             if not kept.has_outputs:
                 parts = self._attend(lambda cuts: (x_BTE[:, cut] for cut in cuts), cuts, kept, place)
-            whole = (_heads([part[:, tokens] for part in parts]) for tokens in cuts)
+            whole = (side_by_side([part[:, tokens] for part in parts]) for tokens in cuts)
             outs: Iterator[Tensor] = whole if parts else kept.output_tiles(cuts, passing=True)
             y_BTE: Tensor | None = None
             for tokens, out in together(cuts, outs):
@@ -185,9 +186,11 @@ class LayerRun:
         with torch.autocast(**self.autocast):
             if not kept.has_outputs:
                 self._attend(kept.input_tiles, cuts, kept, self.attends, again=True)
-            dx, d_outs = self._second_half(cuts, sums, dy_BTE, mine, kept, needs_attention, d_probabilities_X)
+            # Tiles of x pass by here: the first head group need not ask for them again.
+            ahead = self._projection(cuts, self.groups[0]) if needs_attention and self._aside(kept, cuts) else None
+            dx, d_outs = self._second_half(cuts, sums, dy_BTE, mine, kept, needs_attention, d_probabilities_X, ahead)
             if needs_attention:
-                self._first_half(cuts, sums, dx, d_outs, kept)
+                self._first_half(cuts, sums, dx, d_outs, kept, None if ahead is None else ahead.whole())
         return (dx if self.wants_x else None), sums.take()
 
     def _second_half(
@@ -199,8 +202,12 @@ class LayerRun:
         kept: Kept,
         needs_attention: bool,
         d_probabilities_X: Tensor | None,
+        ahead: Projection | None,
     ) -> tuple[Tensor | None, list[Tensor]]:
-        """Back through projection, norms, MLP and residuals: the gradients of x (its part so far) and of attention's output."""
+        """Back through projection, norms, MLP and residuals: the gradients of x (its part so far) and of attention's output.
+
+        Fills `ahead` with the first head group.
+        """
         once = len(cuts) == 1
         dx: Tensor | None = None
         d_outs: list[Tensor] = []
@@ -235,11 +242,22 @@ class LayerRun:
                     for whole, each in zip(d_outs, cut, strict=True):
                         whole[:, tokens] = each
                 del cut
-            del y_tile, probabilities, parts, x_tile, out_tile
+            del y_tile, probabilities, parts, out_tile
+            if ahead is not None:
+                self._project(ahead, x_tile, tokens, self.groups[0])
+            del x_tile
         return dx, d_outs
 
-    def _first_half(self, cuts: list[slice], sums: GradientSums, dx: Tensor | None, d_outs: list[Tensor], kept: Kept) -> None:
-        """Back through attention, q, k, v and the first norm: adds to `dx`."""
+    def _first_half(
+        self,
+        cuts: list[slice],
+        sums: GradientSums,
+        dx: Tensor | None,
+        d_outs: list[Tensor],
+        kept: Kept,
+        first: AttentionCall | None,
+    ) -> None:
+        """Back through attention, q, k, v and the first norm: adds to `dx`. `first` is what the first head group asks for."""
         # A row of one tile and one group keeps the graph of its q, k, v: they are not computed a third time.
         once = len(cuts) == len(self.groups) == 1
         call: AttentionCall | None = None
@@ -249,7 +267,8 @@ class LayerRun:
             x_whole = x_whole.detach().requires_grad_(self.wants_x)
             with torch.enable_grad(), self._at(cuts[0]):
                 call = self._before(x_whole, cuts[0])
-        dks, dvs, d_sinks = self._attend_backward(cuts, d_outs, kept, call)
+        firsts, first = [call or first], None
+        dks, dvs, d_sinks = self._attend_backward(cuts, d_outs, kept, firsts)
         self.counts.backwards += 1
         kept.let_go_of_outputs()
         for tokens, x_tile in together(cuts, [x_whole] if once else kept.input_tiles(cuts)):
@@ -259,7 +278,7 @@ class LayerRun:
                     call = self._before(x_tile, tokens)
             outputs = [call.q_BHTD, call.k_BGSD, call.v_BGSD]
             gradients = [
-                _heads([part[:, tokens] for part in parts]).transpose(1, 2).to(like.dtype)
+                side_by_side([part[:, tokens] for part in parts]).transpose(1, 2).to(like.dtype)
                 for parts, like in zip((d_outs, dks, dvs), outputs, strict=True)
             ]
             if d_sinks and call.sink_H is not None and tokens.start == 0:
@@ -302,17 +321,18 @@ class LayerRun:
         return outs
 
     def _attend_backward(
-        self, cuts: list[slice], d_outs: list[Any], kept: Kept, call: AttentionCall | None
+        self, cuts: list[slice], d_outs: list[Any], kept: Kept, first: list[AttentionCall | None]
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """dk and dv of each head group as [1, T, heads, D], and its sinks' gradients (none without). dq takes the place of dO
-        in `d_outs`. `call` is what the only group asks for, where it is projected already.
+        in `d_outs`. `first` holds what the first group asks for, where it is projected already, and is emptied.
         """
         found: tuple[list[Tensor], list[Tensor], list[Tensor]] = [], [], []
         aside = self._aside(kept, cuts)
 
         def begin(number: int) -> Attending:
-            asked = self._projected(kept.input_tiles, cuts, self.groups[number], aside) if call is None else call
-            coming = None if aside is None else [aside.done]
+            ready = first.pop() if first else None
+            asked = self._projected(kept.input_tiles, cuts, self.groups[number], aside) if ready is None else ready
+            coming = None if aside is None else [] if ready is not None else [aside.done]
             (out, lse), d_out, d_outs[number] = kept.output_of(number, coming), d_outs[number], None
             arrive = None if coming is None else partial(kept.stores.wait, coming)
             return Attending(asked, self.context, (out[0], lse[0], d_out[0]), arrive)
@@ -352,26 +372,24 @@ class LayerRun:
 
         With `aside` they are there when its `done` is.
         """
-        whole: list[Tensor] = []
-        if self.asked is not None and len(cuts) > 1:
-            asked = group.of(self.asked)
-            like = asked.q_BHTD, asked.k_BGSD, asked.v_BGSD
-            whole = [part.new_empty(1, cuts[-1].stop, part.shape[1], part.shape[3]) for part in like]
+        row = self._projection(cuts, group)
         with nullcontext() if aside is None else aside:
             for tokens, x_tile in together(cuts, x(cuts)):
-                into = tuple(buffer[:, tokens] for buffer in whole) if self.asked is not None and whole else None
-                with torch.no_grad(), self._at(tokens):
-                    call = self._before(x_tile, tokens, group, into)
+                call = self._project(row, x_tile, tokens, group)
                 del x_tile
-                if len(cuts) == 1:
-                    return call
-                if into is None:
-                    tiled = [part.transpose(1, 2) for part in (call.q_BHTD, call.k_BGSD, call.v_BGSD)]
-                    whole = whole or [part.new_empty(1, cuts[-1].stop, *part.shape[2:]) for part in tiled]
-                    for buffer, part in zip(whole, tiled, strict=True):
-                        buffer[:, tokens] = part
-        q, k, v = (buffer.transpose(1, 2) for buffer in whole)
-        return replace(call, q_BHTD=q, k_BGSD=k, v_BGSD=v)
+        return call if len(cuts) == 1 else row.whole()
+
+    def _projection(self, cuts: list[slice], group: HeadGroup) -> Projection:
+        like = group.of(self.asked) if self.asked is not None and len(cuts) > 1 else None
+        return Projection(cuts[-1].stop, like)
+
+    def _project(self, row: Projection, x: Tensor, tokens: slice, group: HeadGroup) -> AttentionCall:
+        """Adds one tile to a head group's row."""
+        with torch.no_grad(), self._at(tokens):
+            call = self._before(x, tokens, group, row.into(tokens))
+        if tokens.stop - tokens.start < row.tokens:
+            row.add(tokens, call)
+        return call
 
     def _before(self, x: Tensor, tokens: slice, group: HeadGroup | None = None, into: Any = None) -> AttentionCall:
         if self.asked is not None and self.halves is not None:
@@ -423,11 +441,6 @@ class _StreamedLayer(torch.autograd.Function):
         dx, found = run.backward(gradients[0], tape.back_at(run.index, run.on_backward), mine, *gradients[1:])
         tape.done(run.index)
         return (dx, None, None, *found)
-
-
-def _heads(parts: list[Tensor]) -> Tensor:
-    """Head groups [1, t, heads, D] side by side."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
 def _own(gradient: Tensor, incoming: Tensor) -> Tensor:

@@ -220,20 +220,20 @@ def _fetching(facts: ModelFacts, s: Settings, policy: KeepPolicy) -> SecondsPart
     """Inputs that come in tiles while q, k, v of a head group are made of them: little work, and the row's attention waits.
 
     57 s for 8B at 1,048,576 tokens with one KV head a call; a rehearsal of that measured 63 s of copies that nothing hid. With
-    `project_ahead` only a layer's first group is waited for.
+    `project_ahead` only the first group of a layer that attends again is waited for.
     """
     groups, x = group_count(facts, s), input_bytes(facts, s)
     stored = [number for segment in policy.segments for number in segment[1:]] if policy.again == "host" else []
     read = {number for number, keep in enumerate(policy.layers) if keep.input in ("host", "disk")} | set(stored)
     # Besides each layer's backward: attention again of a segment's last layer; the others' comes while their row is made.
     last = [segment[-1] for segment in policy.segments if policy.layers[segment[-1]].output is None]
-    count = len(read) + len(read.intersection(last))
+    ahead = projects_ahead(facts, s)
+    count = len(read.intersection(last)) + (0 if ahead else len(read))
     products = 2 * facts.hidden * (facts.query_width + 2 * facts.kv_width) * s.slots / _DENSE
     each = max(0.0, x / _LINK - (products / groups + 2 * x / _BANDWIDTH))
-    bare = 1 if projects_ahead(facts, s) else groups
-    of = f"the first of {groups} head groups" if bare < groups else f"{groups} head groups"
+    of = f"the first of {groups} head groups" if ahead else f"{groups} head groups"
     formula = f"{count} layers' inputs x {of} x {x / 1e9:.1f} GB at {_LINK / 1e9:.0f} GB/s, less their products"
-    return SecondsPart("fetching by tiles", count * bare * each, formula)
+    return SecondsPart("fetching by tiles", count * (1 if ahead else groups) * each, formula)
 
 
 def has_flash4() -> bool:

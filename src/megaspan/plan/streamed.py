@@ -11,8 +11,9 @@ phases are those of `layers/stream.py`:
     again        dx of the layers above, x, O, and one head group's q, k, v, or then y and one tile of the second half
 
 Of what the layer kept, x and O are there whole, and those of the layer below too, which come back one layer ahead; or, with
-`stream_back`, two tiles of each and one head group of O. With `project_ahead` P2 has q, k, v and O of the next head group too,
-and none of the last one's where it has most. The parts here leave out what the keep policy leaves on the device.
+`stream_back`, two tiles of each and one head group of O. With `project_ahead` P1 has q, k, v of the first head group too, and P2
+q, k, v and O of the next one, but not the last one's dk, dv then. The parts here leave out what the keep policy leaves on the
+device.
 
 Letters: t tokens, n tokens of a tile, g a head group's share of the KV heads, E hidden, Q = heads x head size,
 K = KV heads x head size, c bytes of the computation's type.
@@ -171,7 +172,7 @@ def backward_phases(facts: ModelFacts, layer: LayerBytes, s: Settings, parameter
     dkv = Part("one layer: gradients of k, v", round(t * c * 2 * k * before), place, f"t x {c}·2·K of the groups before")
     groups = backward_group(facts, s) if s.ranks.row > 1 else [dkv, group, *ahead]
     return (
-        Phase("MLP", (dx, d_out, weights, Part("one tile: MLP", n * mlp, place, f"{n:,} tokens x ({told})"))),
+        Phase("MLP", (dx, d_out, weights, *ahead, Part("one tile: MLP", n * mlp, place, f"{n:,} tokens x ({told})"))),
         Phase("attention", (dx, d_out, summed, *groups)),
         Phase(
             "projections",
