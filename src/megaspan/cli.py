@@ -393,7 +393,7 @@ def _verb_help(verb: Verb) -> str:
     if verb.takes_options:
         from megaspan.config.page import options_help
 
-        lines += ["", *options_help(WIDTH)]
+        lines += ["", *options_help(min(WIDTH, terminal_width(sys.__stdout__ or sys.stdout) or WIDTH))]
     return "\n".join(lines)
 
 

@@ -171,7 +171,7 @@ def fitted(text: str, width: int | None) -> str:
         return text
     lines: list[str] = []
     for line in text.split("\n"):
-        indent = " " * (len(line) - len(line.lstrip()) + 4)
+        indent = " " * min(len(line) - len(line.lstrip()) + 4, width // 2)
         pieces = [line] if len(line) <= width else _COMMAND.split(line)
         for number, piece in enumerate(pieces):
             first = indent if number else ""

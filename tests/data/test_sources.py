@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from megaspan.data import Rows
+from megaspan.data import Rows, sources
 from megaspan.human import UserError
 from tests.data.given import prepare, texts_of
 
@@ -142,6 +142,7 @@ def test_what_may_be_on_the_hub_is_asked_there(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(datasets, "load_dataset_builder", offline)
+    monkeypatch.setattr(sources, "no_way_to_the_hub", lambda *_, **__: None)
     (tmp_path / "wiki.text").write_text("x")
     with pytest.raises(UserError, match=f"'{name}' is no file or folder in /.*, nor did the hub .*: Couldn't reach") as told:
         rows_of(tmp_path / "cache", name)
@@ -197,8 +198,31 @@ def test_a_folder_of_files_that_cannot_be_read_says_why(tmp_path: Path) -> None:
 
 
 def test_a_name_that_is_nowhere(cached: Path) -> None:
-    with pytest.raises(UserError, match=r"'nobody/no-such-data' is no file or folder in /.*, nor did the hub give"):
-        rows_of(cached, "nobody/no-such-data")
+    with pytest.raises(UserError, match=r"'nobody/data' is no file .* in the hub's cache, and HF_HUB_OFFLINE or HF_.* is set"):
+        rows_of(cached, "nobody/data")
+
+
+def test_without_a_way_to_the_hub_its_cache_alone_is_asked(cached: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`datasets` asks six times, for 30 s, before it looks into its cache."""
+    jsonl(cached / "a.jsonl", {"text": "a"}, {"text": "b"})
+    kept = Path(datasets.load_dataset("json", data_files=str(cached / "a.jsonl")).cache_files["train"][0]["filename"]).parent
+    moved = cached / "hf" / "owner___books" / "default" / "0.0.0" / kept.name
+    moved.mkdir(parents=True)
+    (moved / "books-train.arrow").write_bytes((kept / "json-train.arrow").read_bytes())
+    info = json.loads((kept / "dataset_info.json").read_text())
+    (moved / "dataset_info.json").write_text(json.dumps(info | {"dataset_name": "books", "config_name": "default"}))
+    asked = []
+    monkeypatch.setattr(sources, "no_way_to_the_hub", lambda name, *, kind: asked.append((name, kind)) or "no such host")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.HfApi.hf_hub_download", lambda *_, **__: pytest.fail("the hub was asked"))
+    assert texts_of(rows_of(cached, "owner/books")) == ["a$", "b$"]
+    with pytest.raises(
+        UserError, match=r"'owner/book' is no file .*, and the hub cannot be reached: no such host. Check"
+    ) as told:
+        rows_of(cached, "owner/book")
+    assert "hf download --repo-type dataset owner/book --local-dir FOLDER" in str(told.value)
+    assert asked == [("owner/books", "dataset"), ("owner/book", "dataset")]
+    assert datasets.config.HF_HUB_OFFLINE is False
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megaspan.human import UserError
-from megaspan.plan.facts import ModelFacts, model_facts, read_config, shape_names
+from megaspan.plan.facts import ModelFacts, model_facts, proxy_to_the_hub, read_config, shape_names
 from megaspan.plan.families import FAMILIES
 from tests import models
 
@@ -166,6 +166,27 @@ def test_broken_folders_are_refused(tmp_path: Path) -> None:
             ModelFacts.from_config(sizes | more)
     with pytest.raises(UserError, match="has no hidden_size"):
         ModelFacts.from_config({"model_type": "llama", "num_hidden_layers": 2})
+
+
+@pytest.mark.parametrize(
+    ("variables", "told"),
+    [
+        ({"HTTPS_PROXY": "http://me:secret@proxy.corp:3128"}, ", through the proxy proxy.corp:3128 that HTTPS_PROXY names"),
+        ({"all_proxy": "proxy.corp:3128"}, ", through the proxy proxy.corp:3128 that ALL_PROXY names"),
+        ({"HTTPS_PROXY": "http://proxy.corp:3128", "NO_PROXY": "huggingface.co,hub.corp"}, ""),
+        ({"HTTP_PROXY": "http://proxy.corp:3128"}, ""),
+        ({}, ""),
+    ],
+    ids=str,
+)
+def test_the_proxy_that_fails_is_named_without_its_password(monkeypatch: pytest.MonkeyPatch, variables, told) -> None:
+    for name in ("http", "https", "all", "no"):
+        monkeypatch.delenv(f"{name}_proxy", raising=False)
+        monkeypatch.delenv(f"{name.upper()}_PROXY", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "https://hub.corp")
+    assert proxy_to_the_hub() == told
 
 
 @pytest.mark.parametrize(("kind", "asks"), [("ConnectError", 2), ("ConnectTimeout", 2), ("ReadTimeout", 1)])

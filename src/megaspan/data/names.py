@@ -70,6 +70,24 @@ def not_on_the_hub(text: str, reason: str) -> UserError:
     )
 
 
+def not_in_the_cache(text: str, unreachable: str | None) -> UserError:
+    """The error for a name that only the hub could know, which cannot be asked.
+
+    Args:
+        text: as the user wrote it.
+        unreachable: why there is no connection; None where HF_HUB_OFFLINE or HF_DATASETS_OFFLINE forbids to ask.
+    """
+    close = _close(Path(text))
+    why = f"the hub cannot be reached: {unreachable}" if unreachable else "HF_HUB_OFFLINE or HF_DATASETS_OFFLINE is set"
+    fetch = f"hf download --repo-type dataset {text} --local-dir FOLDER"
+    return UserError(
+        f"{text!r} is no file or folder in {Path.cwd()} and no dataset in the hub's cache, and {why}",
+        do=f"Did you mean {close}?"
+        if close
+        else f"Check the path, or make a folder to name here where there is a network: {fetch}",
+    )
+
+
 def _beside(path: Path, *, folders: bool = False) -> str:
     """What to type in place of `path`: the nearest name beside it, or what there is."""
     kind = "folder" if folders else "file"

@@ -7,20 +7,22 @@ never asked of the hub. Everything is decided here, before the first token, and 
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megaspan.data.names import OTHER_RECORDS, READ, UNPACK, is_path, not_on_the_hub, nothing_there
+from megaspan.data.names import OTHER_RECORDS, READ, UNPACK, is_path, not_in_the_cache, not_on_the_hub, nothing_there
 from megaspan.data.readers import JsonLines, Source, TextFiles
 from megaspan.data.tables import Listed, Parquet, Stream, Table
 from megaspan.data.textfiles import NAMES, RECORDS, SkippedFiles, ending, is_text_name, text_of, walk
 from megaspan.human import UserError
+from megaspan.plan.facts import no_way_to_the_hub
 
 
 @dataclass(frozen=True)
@@ -217,13 +219,20 @@ def _from_datasets(entry: Entry, wish: Wish) -> Source:
     """Whatever `datasets.load_dataset` reads: a hub name, a local folder of records, or a format with data_files."""
     import datasets
 
+    on_hub = not Path(entry.path).exists() and ("/" in entry.path or (entry.data_files is None and entry.data_dir is None))
+    unreachable = None
+    if on_hub and not datasets.config.HF_HUB_OFFLINE:
+        unreachable = no_way_to_the_hub(entry.path, kind="dataset")
     try:
-        builder = datasets.load_dataset_builder(
-            entry.path, name=entry.name, data_dir=entry.data_dir, data_files=entry.data_files
-        )
+        with _cache_alone() if unreachable else contextlib.nullcontext():
+            builder = datasets.load_dataset_builder(
+                entry.path, name=entry.name, data_dir=entry.data_dir, data_files=entry.data_files
+            )
     except (FileNotFoundError, ValueError, OSError) as error:
         said = str(error).partition(" with any supported extension [")[0]  # dozens of endings
         reason = textwrap.shorten(said or type(error).__name__, 200, placeholder=" …")
+        if on_hub and (unreachable or datasets.config.HF_HUB_OFFLINE):
+            raise not_in_the_cache(entry.path, unreachable) from error
         if entry.data_files is None and entry.data_dir is None and entry.name is None and not Path(entry.path).exists():
             raise not_on_the_hub(entry.path, reason) from error
         asked = {"name": entry.name, "data_dir": entry.data_dir, "data_files": entry.data_files}
@@ -252,6 +261,18 @@ def _from_datasets(entry: Entry, wish: Wish) -> Source:
         return builder.as_dataset(wish.split)
 
     return Table(entry.path, prepared, identity, wish.text_field, columns)
+
+
+@contextlib.contextmanager
+def _cache_alone() -> Iterator[None]:
+    """Without a way to the hub `datasets` asks six times, for 30 s, before it looks into its cache; this is its own switch."""
+    from datasets import config
+
+    before, config.HF_HUB_OFFLINE = config.HF_HUB_OFFLINE, True
+    try:
+        yield
+    finally:
+        config.HF_HUB_OFFLINE = before
 
 
 def _no_shuffle(wish: Wish, what: str) -> None:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megaspan.config.parallel import divisors
 from megaspan.human import UserError, nearest
@@ -334,7 +334,7 @@ def _from_hub(name: str, revision: str | None) -> Path:
     except Exception as error:  # the hub client raises a dozen kinds, all of which mean the same here
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(
-            f"the configuration of {name} is neither in the hub's cache nor can it be fetched: {reason}",
+            f"the configuration of {name} is neither in the hub's cache nor can it be fetched: {reason.rstrip('.')}{proxy_to_the_hub()}",
             do=f"Did you mean the folder {path.parent / folder}?"
             if folder
             else "Check the name, model_revision, HF_TOKEN and HF_HUB_OFFLINE, or give a folder",
@@ -342,7 +342,7 @@ def _from_hub(name: str, revision: str | None) -> Path:
         ) from error
 
 
-def no_way_to_the_hub(name: str, revision: str | None = None) -> str | None:
+def no_way_to_the_hub(name: str, revision: str | None = None, *, kind: Literal["model", "dataset"] = "model") -> str | None:
     """Why no connection to the hub can be made, or None where one can, and where `HF_HUB_OFFLINE` forbids to ask.
 
     The hub's client asks for each file six times, for 24 s, before it says that a machine has no network: a name that is not
@@ -357,12 +357,28 @@ def no_way_to_the_hub(name: str, revision: str | None = None) -> str | None:
             break
         time.sleep(pause)
         try:
-            get_hf_file_metadata(hf_hub_url(name, "config.json", revision=revision))
+            file = "config.json" if kind == "model" else "README.md"
+            get_hf_file_metadata(hf_hub_url(name, file, repo_type=kind, revision=revision))
         except Exception as error:  # of httpx, whichever the client has; others are a proxy's or a server's: somebody is there
-            kind = type(error).__name__
-            if kind not in _NO_CONNECTION:
+            if type(error).__name__ not in _NO_CONNECTION:
                 return None
-            reason = str(error).strip() or kind
+            reason = str(error).strip() or type(error).__name__
         else:
             return None
-    return reason
+    return reason.rstrip(".") + proxy_to_the_hub()
+
+
+def proxy_to_the_hub() -> str:
+    """The proxy that stands between, to follow the reason of a failed connection; empty where there is none."""
+    from urllib.parse import urlsplit
+    from urllib.request import getproxies, proxy_bypass
+
+    from huggingface_hub.constants import ENDPOINT
+
+    hub, proxies = urlsplit(ENDPOINT), getproxies()
+    scheme = hub.scheme if hub.scheme in proxies else "all"
+    if scheme not in proxies or proxy_bypass(hub.hostname or ""):
+        return ""
+    proxy = urlsplit(proxies[scheme] if "//" in proxies[scheme] else f"//{proxies[scheme]}")
+    place = proxy.netloc.rpartition("@")[2]  # without name and password
+    return f", through the proxy {place} that {scheme.upper()}_PROXY names"
