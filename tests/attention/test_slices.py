@@ -50,7 +50,9 @@ def check_against(layout: TokenLayout, mask: Mask) -> None:
         for call in plan.calls:
             before = found.sum()
             query_tokens = tokens[rank][call.queries]
-            key_tokens = (tokens[rank] if call.local else copied)[call.keys]
+            held = tokens[rank] if call.local else copied if call.among is None else copied[call.among.index()]
+            assert call.among is None or call is plan.calls[-1]
+            key_tokens = held[call.keys]
             assert (query_tokens >= 0).all()  # no padding
             assert (key_tokens >= 0).all()
             for queries, keys in segments(call):
@@ -112,6 +114,7 @@ def attend(lengths: list[int], cp: int, mask: Mask, q, k, v, d_out) -> list[torc
             for queries, ks in segments(call):
                 mine = slice(call.queries.start + queries.start, call.queries.start + queries.stop)
                 theirs = slice(call.keys.start + ks.start, call.keys.start + ks.stop)
+                theirs = theirs if call.among is None else torch.from_numpy(call.among.index()[theirs])
                 how = Scoring(scoring.scale, call.window)
                 o, lse = kernel.forward(q_[mine], to_k[theirs], to_v[theirs], how)
                 grads = kernel.backward(d_[mine], q_[mine], to_k[theirs], to_v[theirs], o, lse, how)
@@ -167,6 +170,16 @@ def test_one_document_copies_its_keys_once_and_in_few_runs():
         assert plan.keys.total == max(call.keys.stop for call in plan.calls) <= MILLION
         assert len(plan.keys) <= 16
     assert [call.keys.start for call in plan_slices(layout, FULL, 0).calls] == [0, 0]  # the front's keys begin the back's
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+def test_no_key_of_cut_documents_is_copied_twice(cp):
+    layout = lay_out([40_000, 30_000, 20_000, 17], cp)
+    for rank in range(cp):
+        plan = plan_slices(layout, FULL, rank)
+        index = plan.keys.index()
+        assert len(index) == len(np.unique(index)) <= layout.tokens
+        assert plan.calls[-1].among is not None
 
 
 def test_one_rank_copies_nothing():

@@ -204,17 +204,35 @@ def test_outputs_that_wait_elsewhere_are_here_as_planned(layer: Layer) -> None:
     assert 0.99 * planned - out <= most <= 1.01 * planned
 
 
-@pytest.mark.parametrize(
-    ("documents", "allowed"),
-    [((8128, 64), 1.03), ((3000, 5000, 192), 1.03), ((8000, 96, 96), 1.0), ((6200, 996, 996), 1.0), ((512,) * 16, 1.0)],
-    ids=str,
-)
-def test_a_packed_row_holds_little_more_than_a_plain_one(documents: tuple[int, ...], allowed: float) -> None:
-    """Where two documents are cut, the keys of their later pieces do not hold those of the earlier ones: 2 to 3 % more."""
-    layer = LAYERS[0]
+DOCUMENTS = [
+    (8128, 64),
+    (3000, 5000, 192),
+    (8000, 96, 96),
+    (6200, 996, 996),
+    (2000, 2000, 2000, 2192),
+    (512,) * 16,
+    (128,) * 64,
+    (16,) * 512,
+    (4096, *(64,) * 64),
+]
+
+
+@pytest.mark.parametrize("documents", DOCUMENTS, ids=lambda documents: f"{documents[0]}, {len(documents)} documents")
+@pytest.mark.parametrize("layer", [LAYERS[0], LAYERS[4], LAYERS[6], LAYERS[14]], ids=str)
+def test_a_packed_row_holds_no_more_than_a_plain_one(layer: Layer, documents: tuple[int, ...]) -> None:
+    """Neither keys of several cut documents twice, nor a tile of a kernel's sums for each document at once."""
     with patch.object(over_ranks, "CAST_ELEMENTS", CAST):
         planned = bytes_of(backward_group(facts_of(layer), settings_of(layer)))
-    assert max(held(layer, rank, documents) for rank in ranks_of(layer)) <= allowed * planned
+    # Shards of packed rows are not quite equal, and a few documents may have tiles of their own.
+    assert max(held(layer, rank, documents) for rank in ranks_of(layer)) <= 1.01 * planned
+
+
+@pytest.mark.parametrize("documents", DOCUMENTS[-4:], ids=lambda documents: f"{len(documents)} documents")
+@pytest.mark.parametrize("groups", [1, 4])
+def test_nor_on_one_rank(documents: tuple[int, ...], groups: int) -> None:
+    """Documents of 16 tokens would hold nine times the sums of a plain row."""
+    layer = Layer(1, 1, 16, 8, groups)
+    assert held(layer, 0, documents) <= 1.03 * held(layer, 0)
 
 
 @pytest.mark.parametrize("window", [None, 17, 200, 700, 2000])

@@ -3,7 +3,8 @@
 Keeping `out` and `lse` (8.6 GB and 0.13 GB a layer at 1,048,576 tokens of 32 heads of 128, movable to the host) is what
 lets a training step run attention forward once instead of twice: at a million tokens a quarter of the whole step. A call
 whose tensors are larger than the kernel has been proven with is split by heads. Documents of a packed row, and the pieces of
-documents that a rank of many holds, are segments of one call.
+documents that a rank of many holds, are segments of one call; of short ones a backward takes a few calls, since each segment
+adds up to a tile to the kernel's sums.
 """
 
 from __future__ import annotations
@@ -16,9 +17,12 @@ from torch import Tensor
 
 from megaspan.attention.choose import KERNELS, case_of, choose_for
 from megaspan.attention.kernel import Kernel, Scoring
-from megaspan.attention.segments import Segments
+from megaspan.attention.segments import Segments, SegmentsPart
 from megaspan.attention.sinks import apply_sinks, sink_gradient
 from megaspan.human import UserError
+
+PADDING_ELEMENTS = 2**24
+"""That segments may add to a backward's sums in fp32: 64 MiB, and no more than a thirty-second. Calls with more are cut."""
 
 
 def attend(
@@ -160,9 +164,37 @@ def backward_with(
     """`attend_backward` with what `settle` settled."""
     d_sink = None if sink_H is None else sink_gradient(d_out_tHD, out_tHD, lse_Ht, sink_H)
     segments = _needed(segments)
+    given = d_out_tHD, q_tHD, k_sGD, v_sGD, out_tHD, lse_Ht
+    parts = () if segments is None else _parts(kernel, q_tHD, k_sGD, segments)
+    if len(parts) < 2:
+        return (*_backward(kernel, *given, scoring, segments), d_sink)
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q_tHD, k_sGD, v_sGD))
+    for part, t, s in parts:
+        row = d_out_tHD[t], q_tHD[t], k_sGD[s], v_sGD[s], out_tHD[t], lse_Ht[:, t]
+        into = dq[t], dk[s], dv[s]
+        if len(_splits(kernel, row[1], row[2], part)) == 1:
+            kernel.backward_into(into, *row, scoring, part)
+            continue
+        for place, gradient in zip(into, _backward(kernel, *row, scoring, part), strict=True):
+            place.copy_(gradient)
+    return dq, dk, dv, d_sink
+
+
+def _backward(
+    kernel: Kernel,
+    d_out_tHD: Tensor,
+    q_tHD: Tensor,
+    k_sGD: Tensor,
+    v_sGD: Tensor,
+    out_tHD: Tensor,
+    lse_Ht: Tensor,
+    scoring: Scoring,
+    segments: Segments | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv of one call, or of as many as the kernel's largest tensors ask for."""
     splits = _splits(kernel, q_tHD, k_sGD, segments)
     if len(splits) == 1:
-        return (*kernel.backward(d_out_tHD, q_tHD, k_sGD, v_sGD, out_tHD, lse_Ht, scoring, segments), d_sink)
+        return kernel.backward(d_out_tHD, q_tHD, k_sGD, v_sGD, out_tHD, lse_Ht, scoring, segments)
     dq = torch.empty_like(q_tHD)
     # Query heads of one KV head in several calls: their key gradients are summed in fp32, not in bf16.
     shared = len({groups.start for _, groups in splits}) < len(splits)
@@ -174,7 +206,7 @@ def backward_with(
         )
         dk[:, groups] += dk_part
         dv[:, groups] += dv_part
-    return dq, dk.to(k_sGD.dtype), dv.to(v_sGD.dtype), d_sink
+    return dq, dk.to(k_sGD.dtype), dv.to(v_sGD.dtype)
 
 
 def head_splits(
@@ -206,6 +238,15 @@ def head_splits(
 def _needed(segments: Segments | None) -> Segments | None:
     """None where one causal attention is all there is: every kernel takes that, and proven longest."""
     return None if segments is None or segments.plain else segments
+
+
+def _parts(kernel: Kernel, q: Tensor, k: Tensor, segments: Segments) -> tuple[SegmentsPart, ...]:
+    """Calls of a backward, each with hardly larger sums than one segment of all these tokens has."""
+    padding, tokens = kernel.segment_padding(q.device), max(q.shape[0], k.shape[0])
+    if not padding:
+        return ()
+    spare = min(tokens // 32, PADDING_ELEMENTS // ((q.shape[1] + 2 * k.shape[1]) * q.shape[2]))
+    return segments.parts(padding, tokens + spare)
 
 
 def _splits(kernel: Kernel, q: Tensor, k: Tensor, segments: Segments | None) -> list[tuple[slice, slice]]:

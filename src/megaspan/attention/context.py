@@ -41,7 +41,7 @@ from megaspan.attention.kernel import Kernel, Scoring
 from megaspan.attention.layout import TokenLayout
 from megaspan.attention.mask import Mask
 from megaspan.attention.onway import OnTheWay
-from megaspan.attention.runs import Ints
+from megaspan.attention.runs import Ints, Runs
 from megaspan.attention.segments import Segments
 from megaspan.attention.slices import Call, plan_slices
 from megaspan.attention.ulysses import HeadSplit
@@ -75,8 +75,9 @@ class ContextPlan:
         mask: which keys a token sees.
         ranks: who shares the row.
         calls: the kernel calls with their segments on the device, calls on local keys first.
-        keys: slots of the pool that the other calls' keys are copied from, on the device.
+        keys: slots of the pool that the other calls' keys are copied from, int32 on the device.
         gather: how the pool is filled.
+        among: of the last call's keys the places among those copied, likewise, where they do not lie side by side; else None.
     """
 
     slots: int
@@ -86,6 +87,7 @@ class ContextPlan:
     calls: tuple[tuple[Call, Segments], ...]
     keys: Tensor
     gather: Gather
+    among: Tensor | None = None
 
     @staticmethod
     def of(layout: TokenLayout, mask: Mask, ranks: RowRanks, device: torch.device | str) -> ContextPlan:
@@ -100,9 +102,10 @@ class ContextPlan:
         rank = dist.get_rank(ranks.cp) if ranks.cp is not None else 0
         slices = plan_slices(layout, mask, rank)
         calls = tuple((call, Segments.of(call.query_lengths, call.key_lengths, device)) for call in slices.calls)
-        keys = torch.from_numpy(slices.keys.index()).to(device)
+        among = next((_index(call.among, device) for call in slices.calls if call.among is not None), None)
         gather = Gather(slices.exchange, layout.shard_tokens, ranks.cp, device)
-        return ContextPlan(layout.shard_tokens, layout.shard_lengths[rank], mask, ranks, calls, keys, gather)
+        tokens, keys = layout.shard_lengths[rank], _index(slices.keys, device)
+        return ContextPlan(layout.shard_tokens, tokens, mask, ranks, calls, keys, gather, among)
 
     @property
     def exchanges(self) -> bool:
@@ -202,17 +205,17 @@ class ContextPlan:
         for call, segments, k, v in self._calls(started):
             rows = call.queries
             kernel, settled = settle(q[rows], k, v, replace(scoring, window=call.window), kernels=kernels, segments=segments)
-            *parts, d_sink_part = backward_with(
+            dq, dk, dv, d_sink_part = backward_with(
                 kernel, d_out[rows], q[rows], k, v, out[rows], lse_HT[:, rows], sink, settled, segments
             )
             if d_sink is not None and d_sink_part is not None:
                 d_sink += d_sink_part
             if self._alone:
                 # Ranks that share a KV head add up what they send.
-                dk, dv = (self._to_tokens(part.to(kv_dtype), split.replicas) for part in parts[1:])
-                return Going(self._all_sinks(split, d_sink), self._to_tokens(parts[0]), (dk, dv), sp, split)
-            found.add(call, *parts)
-            del parts, k, v
+                k_home, v_home = (self._to_tokens(part.to(kv_dtype), split.replicas) for part in (dk, dv))
+                return Going(self._all_sinks(split, d_sink), self._to_tokens(dq), (k_home, v_home), sp, split)
+            found.add(call, dq, dk, dv, None if call.among is None else self.among)
+            del dq, dk, dv, k, v
         del out, d_out
         dq, like_GD = found.queries(q), q.new_empty(0, split.rounds, q.shape[2])
         d_kv: OnTheWay | KeyGradients
@@ -238,6 +241,12 @@ class ContextPlan:
                     copied = pool[:, 0].index_select(0, self.keys), pool[:, 1].index_select(0, self.keys)
                     del pool
                 k, v = copied
+                if call.among is not None:
+                    # The last call: what only those before it have read goes, and nothing was there twice beside a kernel.
+                    assert self.among is not None
+                    copied = None
+                    k = k.index_select(0, self.among)
+                    v = v.index_select(0, self.among)
             yield call, segments, k[keys], v[keys]
             del k, v
         started.end()
@@ -286,6 +295,11 @@ class ContextPlan:
         d_sinks = d_sink.new_zeros(split.heads)
         d_sinks[self._own_heads(split.heads)] = d_sink
         return d_sinks
+
+
+def _index(runs: Runs, device: torch.device | str) -> Tensor:
+    """Every element of runs on the device, in 32 bits: 4 bytes a key beside the 512 of one KV head."""
+    return torch.from_numpy(runs.index().astype(np.int32)).to(device)
 
 
 def _sums(dtype: torch.dtype) -> torch.dtype:

@@ -26,6 +26,10 @@ class Flash2(Kernel):
     name = "FlashAttention 2"
     max_elements = 2**31 - 1
 
+    def segment_padding(self, device: torch.device) -> int:
+        """A tile of queries."""
+        return 128
+
     def refusal(self, case: Case) -> Refusal | None:
         """No soft cap; half precision; head sizes that are multiples of 8 up to 256; as many segments as a grid has rows."""
         if case.device != "cuda" or case.capability < (8, 0):

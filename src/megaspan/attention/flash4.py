@@ -7,8 +7,8 @@ head size 80 without a word, so only these sizes are taken.
 
 Of variable lengths we read in `interface.py` of 4.0.0b36: the log-sum-exp is [heads, all queries]; causal ranges and windows
 align at the end of each segment's keys; each segment begins a tile of its own in the backward's fp32 sums (64 queries, 128 keys
-at head size 128 on Hopper: 8 % more of them at 1,048,576 tokens in 1,000 documents). More than 256 segments run code of their
-own, and so does one query head a KV head: `proof.py` tries both.
+at head size 128 on Hopper: 8 % more of them at 1,048,576 tokens in 1,000 documents; `attend.py` cuts calls with more). More
+than 256 segments run code of their own, and so does one query head a KV head: `proof.py` tries both.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from megaspan.attention.kernel import Case, Kernel, Refusal, Scoring, half_precision
 from megaspan.attention.segments import Segments
@@ -43,6 +44,10 @@ class Flash4(Kernel):
     def limit(self, segments: Segments | None) -> int | None:
         """Rows alone are proven past 2**31 elements; in variable lengths offsets of segments are counted in other code."""
         return self.max_elements if segments is None else 2**31 - 1
+
+    def segment_padding(self, device: torch.device) -> int:
+        """A tile of keys; of queries it is half of that. Two thread blocks share one on Blackwell."""
+        return 256 if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 10 else 128
 
     def refusal(self, case: Case) -> Refusal | None:
         """Hopper or Blackwell data-centre GPUs, half precision, proven head sizes, package installed."""
@@ -83,18 +88,46 @@ class Flash4(Kernel):
         segments: Segments | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Kernel.backward`."""
+        return self._backward((d_out_tHD, q_tHD, k_sGD, v_sGD, out_tHD, lse_Ht), scoring, segments)
+
+    @override
+    def backward_into(
+        self,
+        into: tuple[Tensor, Tensor, Tensor],
+        d_out_tHD: Tensor,
+        q_tHD: Tensor,
+        k_sGD: Tensor,
+        v_sGD: Tensor,
+        out_tHD: Tensor,
+        lse_Ht: Tensor,
+        scoring: Scoring,
+        segments: Segments | None = None,
+    ) -> None:
+        """See `Kernel.backward_into`: the kernel writes there itself."""
+        self._backward((d_out_tHD, q_tHD, k_sGD, v_sGD, out_tHD, lse_Ht), scoring, segments, into)
+
+    def _backward(
+        self,
+        given: tuple[Tensor, ...],
+        scoring: Scoring,
+        segments: Segments | None,
+        into: tuple[Tensor, Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         from flash_attn.cute.interface import _flash_attn_bwd
 
         options = _options(scoring, segments)
         if torch.are_deterministic_algorithms_enabled():
             options["deterministic"] = True
+        d_out, q, k, v, out, lse = given
         # Contiguous gradients and log-sum-exp: a head slice of a larger tensor is neither.
-        lse_Ht = lse_Ht.contiguous()
+        row = q, k, v, out, d_out, lse.contiguous()
         if segments is not None:
-            grads = _flash_attn_bwd(q_tHD, k_sGD, v_sGD, out_tHD, d_out_tHD, lse_Ht, **options)
-            return grads[0], grads[1], grads[2]
-        grads = _flash_attn_bwd(q_tHD[None], k_sGD[None], v_sGD[None], out_tHD[None], d_out_tHD[None], lse_Ht[None], **options)
-        return grads[0][0], grads[1][0], grads[2][0]
+            options |= {} if into is None else dict(zip(("dq", "dk", "dv"), into, strict=True))
+            dq, dk, dv = _flash_attn_bwd(*row, **options)[:3]
+            return dq, dk, dv
+        options |= {} if into is None else dict(zip(("dq", "dk", "dv"), (x[None] for x in into), strict=True))
+        dq, dk, dv = (x[0] for x in _flash_attn_bwd(*(x[None] for x in row), **options)[:3])
+        return dq, dk, dv
 
 
 def _options(scoring: Scoring, segments: Segments | None) -> dict[str, Any]:

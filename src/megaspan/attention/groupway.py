@@ -70,16 +70,16 @@ class Gradients:
 
     def __init__(self) -> None:
         self._dq: list[tuple[slice, Tensor]] = []
-        self._of_pool: list[tuple[slice, Tensor, Tensor]] = []
+        self._of_pool: list[tuple[slice | Tensor, Tensor, Tensor]] = []
         self._own: tuple[slice, Tensor, Tensor] | None = None
 
-    def add(self, call: Call, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
-        """One call's."""
+    def add(self, call: Call, dq: Tensor, dk: Tensor, dv: Tensor, among: Tensor | None = None) -> None:
+        """One call's; with `among` its keys are at these places among those copied."""
         self._dq.append((call.queries, dq))
         if call.local:
             self._own = call.keys, dk, dv
         else:
-            self._of_pool.append((call.keys, dk, dv))
+            self._of_pool.append((call.keys if among is None else among, dk, dv))
 
     def queries(self, q_THD: Tensor) -> Tensor:
         """dq of all slots, once, 0 where no call had a query; made like `q_THD` where it is not one call's."""
@@ -106,9 +106,10 @@ class Gradients:
         step = max(1, CAST_ELEMENTS // d_pool[:1, 0].numel())
         while parts:
             part, *gradients = parts.pop(0)
+            places = keys[part] if isinstance(part, slice) else keys.index_select(0, part)
             for number, gradient in enumerate(gradients):
-                for some, places in zip(gradient.split(step), keys[part].split(step), strict=True):
-                    d_pool[:, number].index_add_(0, places, some.to(sums))
+                for some, there in zip(gradient.split(step), places.split(step), strict=True):
+                    d_pool[:, number].index_add_(0, there.long(), some.to(sums))  # added in order, it wants 64 bits
         return d_pool
 
     def own(self) -> tuple[slice, Tensor, Tensor] | None:

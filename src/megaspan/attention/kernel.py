@@ -111,6 +111,10 @@ class Kernel(ABC):
         """Elements of the largest tensor of one call, None for any number."""
         return self.max_elements
 
+    def segment_padding(self, device: torch.device) -> int:
+        """Tokens that a segment of variable length may add to the sums that a backward holds, 0 for none."""
+        return 0
+
     @abstractmethod
     def refusal(self, case: Case) -> Refusal | None:
         """None when the kernel is proven for the case, else why not."""
@@ -138,6 +142,23 @@ class Kernel(ABC):
         Only `exp(score - lse)` and `sum(d_out * out)` enter, so an `out` rescaled together with its `lse` (sinks, merged parts)
         gives exact gradients.
         """
+
+    def backward_into(
+        self,
+        into: tuple[Tensor, Tensor, Tensor],
+        d_out_tHD: Tensor,
+        q_tHD: Tensor,
+        k_sGD: Tensor,
+        v_sGD: Tensor,
+        out_tHD: Tensor,
+        lse_Ht: Tensor,
+        scoring: Scoring,
+        segments: Segments | None = None,
+    ) -> None:
+        """`backward`, written into tensors that are there: contiguous slices of the gradients of more tokens."""
+        found = self.backward(d_out_tHD, q_tHD, k_sGD, v_sGD, out_tHD, lse_Ht, scoring, segments)
+        for place, gradient in zip(into, found, strict=True):
+            place.copy_(gradient)
 
 
 def half_precision(case: Case) -> bool:

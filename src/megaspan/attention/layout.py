@@ -18,6 +18,7 @@ running meanwhile (heads are split over sp ranks before, by `ulysses.py`):
     pool = plan.exchange: all-gather of the first `gathered` slots, or local slots followed by what all-to-all brings
     keys = pool[plan.keys.index()], or a view of the pool if plan.keys.single
     for call in plan.calls:                                                           # at most three, local ones first
+        if call.among is not None: keys = keys[call.among.index()]                    # the last call: no other wants the rest
         kernel(q[call.queries], (k if call.local else keys)[call.keys], call.query_starts, call.key_starts, call.window)
     backward: the calls' dK, dV are summed in fp32 into a buffer like `keys` (two calls may share keys), that one with
     `index_add_` into a pool, and the pool comes home by reduce-scatter, or by the reverse all-to-all and `index_add_` at

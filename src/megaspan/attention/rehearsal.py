@@ -23,6 +23,7 @@ from typing import final
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from megaspan.attention.cudnn import CuDNN
 from megaspan.attention.flash2 import Flash2
@@ -89,6 +90,10 @@ class StandIn(Kernel):
         """As the real kernel."""
         return self.real.limit(segments)
 
+    def segment_padding(self, device: torch.device) -> int:
+        """As the real kernel."""
+        return self.real.segment_padding(device)
+
     def refusal(self, case: Case) -> Refusal | None:
         """As the real kernel."""
         return self.real.refusal(case)
@@ -117,11 +122,43 @@ class StandIn(Kernel):
         segments: Segments | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Zeros in the place of the three gradients, see `Kernel.backward`."""
+        return self._backward(q_tHD, k_sGD, v_sGD, lse_Ht, scoring, segments)
+
+    @override
+    def backward_into(
+        self,
+        into: tuple[Tensor, Tensor, Tensor],
+        d_out_tHD: Tensor,
+        q_tHD: Tensor,
+        k_sGD: Tensor,
+        v_sGD: Tensor,
+        out_tHD: Tensor,
+        lse_Ht: Tensor,
+        scoring: Scoring,
+        segments: Segments | None = None,
+    ) -> None:
+        """The same there; of kernels that write into tensors of their own those are here too."""
+        in_place = type(self.real).backward_into is not Kernel.backward_into
+        found = self._backward(q_tHD, k_sGD, v_sGD, lse_Ht, scoring, segments, into if in_place else None)
+        for place, gradient in zip(into, found, strict=True):
+            if place is not gradient:
+                place.copy_(gradient)
+
+    def _backward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse_Ht: Tensor,
+        scoring: Scoring,
+        segments: Segments | None,
+        into: tuple[Tensor, Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         self.calls[1] += 1
         lse = lse_Ht.contiguous()  # as every real kernel asks for it
-        scratch = [q_tHD.new_empty(shape, dtype=dtype) for shape, dtype in self._scratch(q_tHD, k_sGD, segments, True)]
-        dq, dk, dv = (torch.zeros_like(x) for x in (q_tHD, k_sGD, v_sGD))
-        self._wait(q_tHD, k_sGD, scoring, True, segments)
+        scratch = [q.new_empty(shape, dtype=dtype) for shape, dtype in self._scratch(q, k, segments, True)]
+        dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v)) if into is None else (x.zero_() for x in into)
+        self._wait(q, k, scoring, True, segments)
         del scratch, lse
         return dq, dk, dv
 

@@ -5,9 +5,10 @@ segments in one call (`cu_seqlens`), if the queries of the segments are neighbou
 neighbours by the order of a shard. Whole documents are squares on local keys: one call, nothing copied, and it needs nobody,
 so it comes first and hides the exchange. The front and back chunks of cut documents each read a prefix (or a window, or a
 chunk) of their document: one call each, since both read the same keys. Their keys are copied side by side out of the pool by
-one index, in a full causal layer (1 + 1/(2 cp)) times the tokens of the cut documents: what bringing gathered shards into the
-order of the row costs anyway (0.5 GB a head group of Qwen3-8B at 1,048,576 tokens, beside 140 TFLOP of attention on each of 8
-ranks). With one cut document the front's keys are the beginning of the back's, and nothing is copied twice.
+one index: what bringing gathered shards into the order of the row costs anyway (0.5 GB a head group of Qwen3-8B at 1,048,576
+tokens, beside 140 TFLOP of attention on each of 8 ranks). In a full causal layer a front's keys are the beginning of its
+back's, and are there once: with one cut document as a view, with more they are copied out of the backs' when those have been
+read, so that they are never beside the sums of a backward.
 
 Every segment's queries are the last tokens of its keys (bottom-right causal) and see at least themselves.
 """
@@ -24,7 +25,7 @@ from megaspan.attention.exchange import Exchange, Pool
 from megaspan.attention.layout import TokenLayout
 from megaspan.attention.mask import Mask
 from megaspan.attention.placement import BACK, FRONT, WHOLE
-from megaspan.attention.runs import Ints, Runs
+from megaspan.attention.runs import Ints, Runs, before
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +36,7 @@ class Call:
         queries: local slots of the queries, all segments side by side; outputs have the same place.
         local: keys are the rank's own shard and `keys` its slots; else `keys` points into the copied keys.
         keys: where the keys are, all segments side by side.
+        among: which of the copied keys they are, where they do not lie side by side; `keys` is their whole number then.
         query_lengths: queries of each segment, the last tokens of its keys.
         key_lengths: keys of each segment.
         window: keys a query sees including itself, None for all of its segment.
@@ -46,6 +48,7 @@ class Call:
     query_lengths: Ints
     key_lengths: Ints
     window: int | None
+    among: Runs | None = None
 
     @cached_property
     def query_starts(self) -> np.ndarray:
@@ -92,19 +95,24 @@ def plan_slices(layout: TokenLayout, mask: Mask, rank: int) -> Slices:
     pool = Pool(layout, mask, rank)
     parts = {part: _segments(layout, mask, rank, part) for part in (WHOLE, FRONT, BACK)}
     calls, copied, offset = {}, [], 0
+    back = parts[BACK]
     for part in (WHOLE, BACK, FRONT):
-        segments, back = parts[part], parts[BACK]
+        segments = parts[part]
         if not len(segments.first_key):
             continue
         keys = int((segments.stop - segments.first_key).sum())
+        start, among = offset, None
         if part == WHOLE:
             start = segments.queries.start
-        elif part == FRONT and _lies_within(segments, back):
-            start = int(segments.first_key[0] - back.first_key[0])
+        elif part == FRONT and (inside := _inside(segments, back)).any():
+            others = ~inside
+            copied.append(pool.runs(segments.first_key[others], segments.stop[others]))
+            among = _among(segments, back, inside, offset)
+            start, among = (0, among) if among.single is None else (among.single.start, None)
         else:
             copied.append(pool.runs(segments.first_key, segments.stop))
-            start, offset = offset, offset + keys
-        calls[part] = _call(segments, mask, part == WHOLE, slice(start, start + keys))
+            offset += keys
+        calls[part] = _call(segments, mask, part == WHOLE, slice(start, start + keys), among)
     empty = np.zeros(0, np.int64)
     keys_of_calls = Runs(
         np.concatenate([empty, *(runs.starts for runs in copied)]), np.concatenate([empty, *(runs.lengths for runs in copied)])
@@ -132,20 +140,33 @@ def _segments(layout: TokenLayout, mask: Mask, rank: int, part: int) -> _Segment
     return _Segments(queries, opens + segments.start, opens + segments.stop, opens + segments.first_key)
 
 
-def _lies_within(front: _Segments, back: _Segments) -> bool:
-    """Whether the keys of the front call are a part of those of the back call, without a gap: there is one segment each."""
-    return (
-        len(front.first_key) == len(back.first_key) == 1
-        and bool(back.first_key[0] <= front.first_key[0])
-        and bool(front.stop[0] <= back.stop[0])
-    )
+def _inside(front: _Segments, back: _Segments) -> np.ndarray:
+    """Which segments of the front call have all their keys among those of one segment of the back call, bool [segments]."""
+    if not len(back.first_key):
+        return np.zeros(len(front.first_key), bool)
+    place = _host(front, back)
+    return (place >= 0) & (front.stop <= back.stop[place])
 
 
-def _call(segments: _Segments, mask: Mask, local: bool, keys: slice) -> Call:
+def _host(front: _Segments, back: _Segments) -> Ints:
+    """For each front segment the last back segment that begins no later: both are in the order of the row."""
+    return np.searchsorted(back.first_key, front.first_key, side="right") - 1
+
+
+def _among(front: _Segments, back: _Segments, inside: np.ndarray, offset: int) -> Runs:
+    """Where the front call's keys are among the copied ones: in the backs', or behind all of them (from `offset`)."""
+    lengths, starts = front.stop - front.first_key, np.zeros_like(front.stop)
+    place = _host(front, back)[inside]
+    starts[inside] = before(back.stop - back.first_key)[place] + front.first_key[inside] - back.first_key[place]
+    starts[~inside] = offset + before(lengths[~inside])
+    return Runs(starts, lengths).merged()
+
+
+def _call(segments: _Segments, mask: Mask, local: bool, keys: slice, among: Runs | None) -> Call:
     key_lengths = segments.stop - segments.first_key
     # A kernel with a window is slower than one without, and where no segment is longer the two are the same.
     window = None if mask.window is None or int(key_lengths.max()) <= mask.window else mask.window
-    return Call(segments.queries, local, keys, segments.stop - segments.start, key_lengths, window)
+    return Call(segments.queries, local, keys, segments.stop - segments.start, key_lengths, window, among)
 
 
 def _cumulative(lengths: Ints) -> np.ndarray:

@@ -202,7 +202,7 @@ def _forward(facts: ModelFacts, s: Settings, g: Group) -> Iterator[Held]:
         if travels:
             yield Held("heads begin to travel", begins, 2 * c, sent * (1 + ahead), keys.pool)
         # The pool that keys are copied from is there still.
-        copied = c * g.width * (keys.copied + keys.pool) + 8 * keys.copied
+        copied = c * g.width * (keys.copied + keys.pool) + 4 * keys.copied
         yield Held("keys are copied", c * (1 + (4 if travels else 1) * ahead), 0, copied + sent * ahead, keys.pool)
 
 
@@ -230,7 +230,7 @@ def _backward(facts: ModelFacts, s: Settings, g: Group) -> Iterator[Held]:
             pool, came = 4 * g.width * keys.pool, 4 * g.width * keys.home
             if not s.gpu:
                 came = pool  # gloo brings all ranks' parts
-            beside = c * g.width * (keys.pool + keys.sent) * ahead + (pool + came) * behind + 8 * keys.copied
+            beside = c * g.width * (keys.pool + keys.sent) * ahead + (pool + came) * behind + 4 * keys.copied
             results, done = 0, 0.0
             for share, seen in keys.calls:
                 results, done = results + seen, done + share
@@ -244,7 +244,7 @@ def _backward(facts: ModelFacts, s: Settings, g: Group) -> Iterator[Held]:
             yield Held("going home", c * (2 if travels else 1) + around, 0, pool + came + beside, keys.pool, landed)
             if travels:
                 sent = c * g.width * (keys.pool + keys.sent) * (1 + ahead)
-                beside = sent + (pool + came) * behind + 8 * keys.copied
+                beside = sent + (pool + came) * behind + 4 * keys.copied
                 yield Held("heads begin to travel", *begins, beside, keys.pool, landed)
 
 
