@@ -27,6 +27,9 @@ from megaspan.human import UserError, format_tokens
 from megaspan.layers.head import head_of
 from megaspan.layers.loss import linear_cross_entropy, tile_tokens_for
 from megaspan.model import check_token_ids, load_model, load_tokenizer, plan_of, prepare
+from megaspan.model.taken import check_files
+from megaspan.plan.facts import read_config
+from megaspan.rope import resolve_rope
 from megaspan.world import device, keep_kernels, set_allocator
 
 BUCKETS = 16
@@ -175,6 +178,9 @@ def _on_one_device(config: SFTConfig) -> SFTConfig:
 def _load(config: SFTConfig, typed: bool) -> tuple[Any, Rows]:
     """Model and rows; `typed` data is what is to be read, whether or not it has a split of the held-out one's name."""
     named = config.dataset_name if typed and config.dataset_config is None else None
+    source = {**read_config(str(config.model_name_or_path), config.model_revision), **config.config_overrides}
+    resolve_rope(source, config.rope_parameters, config.max_length, config.allow_past_window)  # before a row is made
+    check_files(config)
     rows = prepare_rows(config, load_tokenizer(config), split=_split(config), dataset=named)
     loaded = load_model(config, device(config.use_cpu))
     check_token_ids(rows.max_id, loaded.facts.vocab)

@@ -28,7 +28,7 @@ INERT_CASES = [
     ({"train_sampling_strategy": "sequential", "data_seed": 1}, "data_seed"), ({"eval_steps": 5}, "eval_steps"),
     ({"logging_strategy": "epoch", "logging_steps": 5}, "logging_steps"),
     ({"save_strategy": "no", "save_steps": 5}, "save_steps"), ({"save_strategy": "no", "save_minutes": 5}, "save_minutes"),
-    ({"save_strategy": "no", "save_total_limit": 2}, "save_total_limit"), ({"run_name": "a"}, "run_name"),
+    ({"save_strategy": "no", "save_total_limit": 2}, "save_total_limit"),
     ({"offload_optimizer": True, "use_cpu": True}, "offload_optimizer"),
     ({"memory_limit": "80GiB", "use_cpu": True}, "memory_limit"),
 ]  # fmt: skip
@@ -52,7 +52,7 @@ LEGAL = [
     {"activation_checkpointing": True, "gradient_checkpointing": True}, {"warmup_ratio": 0.1},
     {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"num_decay_steps": 5}},
     {"offload_folder": "/nvme"}, {"offload_folder": "/nvme", "allow_slow_disk": True},
-    {"report_to": "wandb", "run_name": "a"}, {"save_minutes": None, "save_strategy": "no"},
+    {"report_to": "wandb", "run_name": "a"}, {"run_name": "a"}, {"save_minutes": None, "save_strategy": "no"},
 ]  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from megaspan import SFTConfig
 from megaspan.store.options import changed_options, plain
 from megaspan.store.run import write_run_facts
-from megaspan.trainer.job import _OF_THE_RUN
+from megaspan.trainer.resumed import OF_THE_RUN, OF_THE_UPDATE
 
 
 def test_changed_options_are_those_that_the_run_folder_has_otherwise(tmp_path: Path) -> None:
@@ -29,4 +29,4 @@ def test_a_folder_without_options_names_none(tmp_path: Path) -> None:
 
 
 def test_every_option_of_an_identity_exists() -> None:
-    assert set(_OF_THE_RUN) <= SFTConfig.model_fields.keys()
+    assert {*OF_THE_RUN, *OF_THE_UPDATE} <= SFTConfig.model_fields.keys()

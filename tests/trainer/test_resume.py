@@ -67,8 +67,6 @@ def test_lora_dropout_resumes_exactly(tmp_path, model_folder):  # noqa: F811
 
 def test_resuming_with_other_settings_names_the_difference(tmp_path, model_folder):  # noqa: F811
     trainer(model_folder, tmp_path, DATA, max_steps=2, save_strategy="steps", save_steps=1).train()
-    with pytest.raises(UserError, match="total_steps"):
-        trainer(model_folder, tmp_path, DATA, max_steps=3, save_strategy="steps", save_steps=1).train(True)
     with pytest.raises(UserError, match=r"made by another run: the data is not the same\. Resume with the settings"):
         trainer(model_folder, tmp_path, DATA[:3], max_steps=2, save_strategy="steps", save_steps=1).train(True)
     sentence = (

@@ -59,7 +59,7 @@ def test_the_planned_saves_are_those_that_transformers_asks_for(rows, max_steps,
     for state.global_step in range(done + 1, max_steps + 1):
         control.should_save = False
         flow.on_step_end(arguments, state, control)
-        if state.global_step % schedule.steps_per_epoch == 0:
+        if state.global_step % schedule.steps_per_epoch == 0 or control.should_training_stop:
             flow.on_epoch_end(arguments, state, control)
         asked += control.should_save
     assert schedule.saves(strategy, save_steps, done) == (0 if strategy == "no" else max(1, asked))

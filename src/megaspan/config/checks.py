@@ -133,7 +133,6 @@ INERT: tuple[Inert, ...] = (
     Inert("save_total_limit", ("save_strategy",), lambda c: c.save_strategy == "no", "with save_strategy: no", ONE),
     Inert("memory_limit", ("use_cpu",), lambda c: c.use_cpu, "with use_cpu: true, where all memory is the host's", ONE),
     Inert("offload_optimizer", ("use_cpu",), lambda c: c.use_cpu, "with use_cpu: true, where all memory is the host's", ONE),
-    Inert("run_name", ("report_to",), lambda c: not c.trackers, "without a tracker", "Add report_to: wandb or remove it"),
 )
 
 

@@ -74,7 +74,7 @@ class SFTConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, protected_namespaces=())
 
     output_dir: Text = Field("run", description="Folder of the run: metrics, checkpoints and the final model.")
-    run_name: Text | None = Field(None, description="Name shown by trackers.")
+    run_name: Text | None = Field(None, description="Name of the run: in its header, its run.json, plots and trackers.")
     resume_from_checkpoint: Resume | None = Field(
         None, description="Continue from this checkpoint folder, or from the newest one of output_dir (true)."
     )

@@ -11,7 +11,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +52,60 @@ def prepare_rows(
     Raises:
         UserError: no data, no text in it, nothing to train, more lost than `max_lost_tokens`, an illegal padding.
     """
+    return open_data(config, tokenizer, split, dataset, eos_id=eos_id).rows(cache_folder=cache_folder, report=report)
+
+
+@dataclass(frozen=True)
+class OpenData:
+    """The data of one split, of which all that can be seen without reading it is as it should be. Made by `open_data`."""
+
+    config: SFTConfig
+    tokenizer: Any | None
+    eos: int | None
+    split: str
+    sources: list[Source]
+
+    def rows(self, *, cache_folder: str | Path | None = None, report: Callable[[str], None] = print) -> Rows:
+        """Tokenises and cuts the data into rows, or finds them prepared; arguments and errors as in `prepare_rows`."""
+        config, tokenizer, eos, sources = self.config, self.tokenizer, self.eos, self.sources
+        identities = [source.identity() for source in sources]
+        key = None if None in identities else _key(config, tokenizer, eos, identities)
+        cache = _cache(config, cache_folder, report)
+        started = time.monotonic()
+        preparation = Preparation(config, tokenizer, eos, sources, cache, report)
+        if key is None:
+            store, reused = preparation.run(None), False
+        else:
+            with alone(cache, key, lambda: report(f"data: waiting for another process that prepares the {self.split} rows")):
+                found = open_store(cache / key)
+                store, reused = (found, True) if found is not None else (preparation.run(key), False)
+        pad_id = getattr(tokenizer, "pad_token_id", None)
+        pad_id = pad_id if pad_id is not None else eos if eos is not None else 0
+        rows = Rows(store, reused=reused, pad_to_multiple_of=config.pad_to_multiple_of, pad_id=pad_id)
+        took = format_seconds(time.monotonic() - started)
+        report(f"data: {self.split} rows {'reused' if reused else 'prepared'} in {took}: {store.folder}")
+        for note in store.facts["notes"]:
+            report(f"data: {note}")
+        report(rows.ledger.table(self.split))
+        check_lost(config, rows.ledger)
+        return rows
+
+
+def open_data(
+    config: SFTConfig,
+    tokenizer: Any | None,
+    split: str = "train",
+    dataset: Any | None = None,
+    *,
+    eos_id: int | Any | None = ...,
+) -> OpenData:
+    """Finds the data of one split and reads none of it: a run has no row made before all of its data is known to be there.
+
+    Arguments as in `prepare_rows`.
+
+    Raises:
+        UserError: no data or no such split, an end-of-text token that is none, a row too short, an illegal padding.
+    """
     if config.max_length < 2:
         what = "a row of one token has nothing to train: each token is predicted from those before it"
         raise UserError(what, got=config.max_length, allowed="2 or more", option="max_length")
@@ -64,28 +118,7 @@ def prepare_rows(
         )
     eos = _eos_id(config, tokenizer) if eos_id is ... else eos_id
     wish = _wish(config, split)
-    sources = _open_sources(config, wish, dataset)
-    identities = [source.identity() for source in sources]
-    key = None if None in identities else _key(config, tokenizer, eos, identities)
-    cache = _cache(config, cache_folder, report)
-    started = time.monotonic()
-    preparation = Preparation(config, tokenizer, eos, sources, cache, report)
-    if key is None:
-        store, reused = preparation.run(None), False
-    else:
-        with alone(cache, key, lambda: report(f"data: waiting for another process that prepares the {wish.split} rows")):
-            found = open_store(cache / key)
-            store, reused = (found, True) if found is not None else (preparation.run(key), False)
-    pad_id = getattr(tokenizer, "pad_token_id", None)
-    pad_id = pad_id if pad_id is not None else eos if eos is not None else 0
-    rows = Rows(store, reused=reused, pad_to_multiple_of=multiple, pad_id=pad_id)
-    took = format_seconds(time.monotonic() - started)
-    report(f"data: {wish.split} rows {'reused' if reused else 'prepared'} in {took}: {store.folder}")
-    for note in store.facts["notes"]:
-        report(f"data: {note}")
-    report(rows.ledger.table(wish.split))
-    check_lost(config, rows.ledger)
-    return rows
+    return OpenData(config, tokenizer, eos, wish.split, _open_sources(config, wish, dataset))
 
 
 def _eos_id(config: SFTConfig, tokenizer: Any | None) -> int | None:

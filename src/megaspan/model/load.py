@@ -134,16 +134,11 @@ def loaded(model: Any, config: SFTConfig, source: Source, commit: str, rope: Rop
     )
 
 
-def adopt_model(model: Any, config: SFTConfig, device: torch.device | str) -> LoadedModel:
-    """Take a model that the user has made; it is moved to `device`, and its positions must cover `max_length` as they are.
-
-    Args:
-        model: a transformers model, or a LoRA model of peft around one.
-        config: `max_length` and `allow_past_window`.
-        device: where to train.
+def check_adopted(model: Any, config: SFTConfig) -> RopeChoice:
+    """Refuses a model that the user has made and that cannot be trained as `config` says; its positions, where it can.
 
     Raises:
-        UserError: `config` also asks for changes that only loading can make, or the model is of a kind that is not supported.
+        UserError: as `adopt_model`.
     """
     asked = sorted(config.config_overrides) + (["rope_parameters"] if config.rope_parameters is not None else [])
     if asked:
@@ -157,7 +152,21 @@ def adopt_model(model: Any, config: SFTConfig, device: torch.device | str) -> Lo
         raise UserError(
             "the model is in half precision, which overflows in sums over this many tokens", do="Load it in bfloat16 or float32"
         )
-    rope = resolve_rope(inner.config.to_dict(), None, config.max_length, config.allow_past_window)
+    return resolve_rope(inner.config.to_dict(), None, config.max_length, config.allow_past_window)
+
+
+def adopt_model(model: Any, config: SFTConfig, device: torch.device | str) -> LoadedModel:
+    """Take a model that the user has made; it is moved to `device`, and its positions must cover `max_length` as they are.
+
+    Args:
+        model: a transformers model, or a LoRA model of peft around one.
+        config: `max_length` and `allow_past_window`.
+        device: where to train.
+
+    Raises:
+        UserError: `config` also asks for changes that only loading can make, or the model is of a kind that is not supported.
+    """
+    inner, rope = unwrap(model), check_adopted(model, config)
     name = getattr(inner.config, "_name_or_path", "") or type(inner).__name__
     return LoadedModel(
         model=_moved(model, torch.device(device)).train(),

@@ -50,14 +50,12 @@ def wrap_lora(model: Any, config: SFTConfig, peft_config: Any = None) -> Any:
     """
     if isinstance(model, LoadedModel):
         return with_model(model, wrap_lora(model.model, config, peft_config))
-    if importlib.util.find_spec("peft") is None:
-        raise UserError("use_peft needs the package peft, which is not installed", do=PEFT_INSTALL)
+    check_peft(peft_config)
     if not isinstance(model, PreTrainedModel):
         raise UserError("only a transformers model can get an adapter", found=type(model).__name__)
     from peft import get_peft_model
 
     chosen = _options(config) if peft_config is None else peft_config
-    check_adapter(chosen)
     try:
         with peft_at_work():
             # The adapter has the type of the weights around it; its fp32 masters live in the optimizer, like all others.
@@ -67,6 +65,18 @@ def wrap_lora(model: Any, config: SFTConfig, peft_config: Any = None) -> Any:
         raise UserError(
             f"peft cannot place the adapter: {first}", do="Set lora_target_modules to all-linear, or to names of modules"
         ) from error
+
+
+def check_peft(peft_config: Any = None) -> None:
+    """Refuses an adapter without the package that makes it, and one of peft's own that is not proven.
+
+    Raises:
+        UserError: peft is missing, or as `check_adapter`.
+    """
+    if importlib.util.find_spec("peft") is None:
+        raise UserError("use_peft needs the package peft, which is not installed", do=PEFT_INSTALL)
+    if peft_config is not None:
+        check_adapter(peft_config)
 
 
 def _options(config: SFTConfig) -> Any:

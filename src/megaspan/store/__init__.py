@@ -5,18 +5,23 @@ survive kills and full disks, be written without a second copy in host memory, a
 afterwards.
 """
 
-from megaspan.store.checkpoint import checkpoints, latest_checkpoint, load_checkpoint, save_checkpoint
+from megaspan.store.checkpoint import checkpoints, latest_checkpoint, load_checkpoint, read_identity, save_checkpoint
 from megaspan.store.export import FINAL, export
+from megaspan.store.options import another_run, changed_options, differing
 from megaspan.store.plain import save_model
 from megaspan.store.random_state import random_state, restore_random_state
 from megaspan.store.rehearsal import Rehearsal, rehearse_save
-from megaspan.store.run import folder_fingerprint, lock_run, open_run, read_run_facts, write_run_facts
+from megaspan.store.run import checkpoint_of, folder_fingerprint, lock_run, open_run, read_run_facts, write_run_facts
 from megaspan.store.sharded import together
 
 __all__ = [
     "FINAL",
     "Rehearsal",
+    "another_run",
+    "changed_options",
+    "checkpoint_of",
     "checkpoints",
+    "differing",
     "export",
     "folder_fingerprint",
     "latest_checkpoint",
@@ -24,6 +29,7 @@ __all__ = [
     "lock_run",
     "open_run",
     "random_state",
+    "read_identity",
     "read_run_facts",
     "rehearse_save",
     "restore_random_state",

@@ -26,7 +26,6 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from megaspan.config.defaults import as_yaml
 from megaspan.human import UserError
 from megaspan.layers.shards import Sharded, compute_dtype, sharded
 from megaspan.store.adapter import base_of, is_adapter, is_resized, origin
@@ -39,7 +38,7 @@ from megaspan.store.folder import (
     require_space,
     write_manifest,
 )
-from megaspan.store.options import changed_options
+from megaspan.store.options import another_run, differing
 from megaspan.store.plain import write_settings
 from megaspan.store.random_state import random_state, restore_random_state
 from megaspan.store.sharded import Feed, gathered_objects, in_order, is_sharded, together, write_together
@@ -48,7 +47,6 @@ from megaspan.store.tensors import TensorFile, join_state, split_state, tensor_b
 FORMAT = 1
 WEIGHTS, TRAINABLE = "model.safetensors", "trainable.safetensors"
 _NAME = re.compile(r"checkpoint-(\d+)")
-_HASH = re.compile(r"[0-9a-f]{16,}")  # of no use to anybody who reads it
 
 
 class HasState(Protocol):
@@ -164,14 +162,7 @@ def load_checkpoint(
         json.loads(json.dumps(split_state(dict(identity), "identity")[0])) if identity is not None else saved_identity
     )
     if differences := _differences(weights, here, saved_identity, current_identity):
-        changed = changed_options(path.parent, options or {})
-        told = [f"{name} was {as_yaml(before)} and is {as_yaml(now)}" for name, (before, now) in changed.items()]
-        again = ", ".join(f"{name}: {as_yaml(before)}" for name, (before, _) in changed.items())
-        how = f"Write {again} as before" if again else "Resume with the settings of its run (config.yaml beside it)"
-        raise UserError(
-            f"{path} was made by another run: " + "; ".join(told + differences),
-            do=f"{how}, or start anew without resume_from_checkpoint and with another output_dir",
-        )
+        raise another_run(path, differences, options or {})
     state = json.loads((path / "state.json").read_text())
     tensors: Mapping[str, torch.Tensor] = TensorFile(path / "state.safetensors")
     if not shared and all(tensor.device.type == "cpu" for tensor in here.values()):
@@ -212,6 +203,15 @@ def require_checkpoint(path: Path) -> dict[str, Any]:
     if manifest is None:
         raise _not_a_checkpoint(path)
     return manifest
+
+
+def read_identity(path: Path) -> dict[str, Any]:
+    """The identity of the run that a complete checkpoint is of; milliseconds.
+
+    Raises:
+        UserError: as `require_checkpoint`.
+    """
+    return dict(require_checkpoint(path)["identity"])
 
 
 def latest_checkpoint(run: Path | str) -> Path | None:
@@ -266,12 +266,6 @@ def _differences(
     saved: TensorFile, here: Mapping[str, Any], saved_identity: Mapping[str, Any], identity: Mapping[str, Any]
 ) -> list[str]:
     """What differs, worst first, in words; at most three weights are named."""
-    found = []
-    for name in sorted(saved_identity.keys() | identity.keys()):
-        before, now = saved_identity.get(name), identity.get(name)
-        if before != now:
-            hashes = all(isinstance(value, str) and _HASH.fullmatch(value) for value in (before, now))
-            found.append(f"the {name} is not the same" if hashes else f"{name} was {before!r} and is {now!r}")
     weights = [f"weight {name} is not in it" for name in sorted(here.keys() - saved.keys())]
     weights += [f"weight {name} is not in this model" for name in sorted(saved.keys() - here.keys())]
     for name in sorted(saved.keys() & here.keys()):
@@ -280,7 +274,7 @@ def _differences(
             weights.append(f"weight {name} was {list(before)} and is {list(now)}")
     if len(weights) > 3:
         weights[3:] = [f"{len(weights) - 3} more weights differ"]
-    return found + weights
+    return differing(saved_identity, identity) + weights
 
 
 def _not_a_checkpoint(path: Path) -> UserError:

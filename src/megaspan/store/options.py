@@ -5,11 +5,17 @@ A checkpoint knows that its rows were others, by a hash of them; whoever resumes
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from megaspan.config.defaults import as_yaml
+from megaspan.human import UserError
+
+_HASH = re.compile(r"[0-9a-f]{16,}")  # of no use to anybody who reads it
 
 
 def plain(value: Any) -> Any:
@@ -32,3 +38,32 @@ def changed_options(run: Path, options: Mapping[str, Any]) -> dict[str, tuple[An
     if not isinstance(written, dict):
         return {}
     return {name: (written[name], now) for name, now in plain(options).items() if name in written and written[name] != now}
+
+
+def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What two identities of a run have otherwise, in words."""
+    found = []
+    for name in sorted(before.keys() | now.keys()):
+        was, value = before.get(name), now.get(name)
+        if was != value:
+            hashes = all(isinstance(each, str) and _HASH.fullmatch(each) for each in (was, value))
+            found.append(f"the {name} is not the same" if hashes else f"{name} was {was!r} and is {value!r}")
+    return found
+
+
+def another_run(checkpoint: Path, differences: list[str], options: Mapping[str, Any]) -> UserError:
+    """The refusal of a resume, with the options that the checkpoint's run had otherwise and what to write.
+
+    Args:
+        checkpoint: the folder that cannot be continued from.
+        differences: what is another, in words.
+        options: those of this start that a difference can come from.
+    """
+    changed = changed_options(checkpoint.parent, options)
+    told = [f"{name} was {as_yaml(before)} and is {as_yaml(now)}" for name, (before, now) in changed.items()]
+    again = ", ".join(f"{name}: {as_yaml(before)}" for name, (before, _) in changed.items())
+    how = f"Write {again} as before" if again else "Resume with the settings of its run (config.yaml beside it)"
+    return UserError(
+        f"{checkpoint} was made by another run: " + "; ".join(told + differences),
+        do=f"{how}, or start anew without resume_from_checkpoint and with another output_dir",
+    )

@@ -34,6 +34,7 @@ from megaspan.store.folder import clear_leftovers
 from megaspan.store.options import plain
 
 _PACKAGES = ("megaspan", "torch", "transformers", "accelerate", "peft", "datasets", "safetensors", "numpy", "flash-attn-4")
+_NEWEST = ("latest", "last", "newest", "auto")  # what people type for it
 
 
 @contextlib.contextmanager
@@ -79,16 +80,9 @@ def open_run(run: Path | str, resume: bool | str | Path | None = None) -> Path |
     run = Path(run)
     _make(run)
     clear_leftovers(run)
-    if isinstance(resume, str | Path):
-        require_checkpoint(Path(resume))
-        return Path(resume)
+    if (checkpoint := checkpoint_of(run, resume)) is not None:
+        return checkpoint
     newest = latest_checkpoint(run)
-    if resume:
-        if newest is None:
-            raise UserError(
-                f"nothing to resume: {run} holds no complete checkpoint", do="Leave resume_from_checkpoint out to start anew"
-            )
-        return newest
     if newest is not None or (run / FINAL).exists():
         found = [path.name for path in checkpoints(run)] + [FINAL] * (run / FINAL).exists()
         raise UserError(
@@ -96,6 +90,39 @@ def open_run(run: Path | str, resume: bool | str | Path | None = None) -> Path |
             do="Type --resume_from_checkpoint true to continue it, choose another output_dir, or delete the folder",
         )
     return None
+
+
+def checkpoint_of(run: Path | str, resume: bool | str | Path | None) -> Path | None:
+    """The checkpoint that `resume_from_checkpoint` means; None for a new run. Changes nothing; milliseconds.
+
+    Raises:
+        UserError: there is none, or it is not complete.
+    """
+    run = Path(run)
+    if isinstance(resume, str) and not Path(resume).exists() and resume.lower() in _NEWEST:
+        raise UserError(
+            "resume_from_checkpoint is true or a folder",
+            got=resume,
+            do=f"Write resume_from_checkpoint: true for the newest checkpoint of {run}",
+        )
+    if isinstance(resume, str | Path):
+        require_checkpoint(Path(resume))
+        return Path(resume)
+    if not resume:
+        return None
+    if (newest := latest_checkpoint(run)) is not None:
+        return newest
+    if (run / FINAL).exists():
+        plain_model = not (run / FINAL / "adapter_config.json").exists()
+        raise UserError(
+            f"{run} holds a finished run that has kept no checkpoint, so the state of its optimizer is gone",
+            do=f"Train its weights on as a new run: model_name_or_path: {run / FINAL} with another output_dir"
+            if plain_model
+            else "Start anew with another output_dir, and with save_strategy: steps, which keeps the last step",
+        )
+    raise UserError(
+        f"nothing to resume: {run} holds no complete checkpoint", do="Leave resume_from_checkpoint out to start anew"
+    )
 
 
 def _make(run: Path) -> None:

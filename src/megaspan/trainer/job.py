@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from megaspan import store, world
 from megaspan.attention.choose import KernelChoice
 from megaspan.config import SFTConfig
-from megaspan.config.defaults import as_yaml, differing_defaults
+from megaspan.config.defaults import differing_defaults
 from megaspan.data import Rows, prepare_rows
 from megaspan.human import format_bytes, format_seconds, format_tokens
 from megaspan.layers.shards import compute_dtype
@@ -29,6 +29,7 @@ from megaspan.model.shard import reset
 from megaspan.plan import ModelFacts, Plan
 from megaspan.report import Line, flops_formula, heaviest_layer, model_flops
 from megaspan.trainer.patience import Patience
+from megaspan.trainer.resumed import order_of, rows_per_step
 from megaspan.trainer.schedule import Schedule
 from megaspan.trainer.share import Share
 
@@ -80,8 +81,7 @@ class Job:
     @property
     def rows_per_step(self) -> int:
         """Rows of all ranks in one step."""
-        args = self.args
-        return args.per_device_train_batch_size * args.gradient_accumulation_steps * self.ranks.mesh.size("data")
+        return rows_per_step(self.args, self.ranks.mesh.size("data"))
 
     @property
     def frozen(self) -> bool:
@@ -182,23 +182,17 @@ class Job:
         )
 
     def identity(self, schedule: Schedule) -> dict[str, Any]:
-        """What must be the same for a resumed run to be exact."""
+        """What must be the same for a resumed run to be exact; its length alone may be another."""
         return {
             "model": self.loaded.commit,
             "data": self.rows.fingerprint,
             "rows_per_step": schedule.rows_per_step,
             "total_steps": schedule.total_steps,
-            "order": schedule.seed if schedule.shuffled else "sequential",
+            "order": order_of(self.args),
             "positions": [str(entry) for entry in self.loaded.rope_readback.entries],
             "weights": str(self.saved_dtype()).removeprefix("torch."),
             "adapter": self._adapter(),
         }
-
-    @property
-    def shaping_options(self) -> dict[str, Any]:
-        """The options that an identity comes from, for the sentence that refuses a resume."""
-        options = {name: getattr(self.args, name) for name in _OF_THE_RUN}
-        return {name: value for name, value in options.items() if name != "model_name_or_path" or value is not None}
 
     def _adapter(self) -> dict[str, Any] | None:
         """What an adapter's shapes do not say."""
@@ -215,6 +209,7 @@ class Job:
             self.args.output_dir,
             config=self.args.resolved() | {"model_name_or_path": self.loaded.name},
             facts={
+                "run_name": self.args.run_name,
                 "model": {"name": self.loaded.name, "commit": self.loaded.commit, "origin": self.loaded.origin},
                 "data": {"fingerprint": self.rows.fingerprint, "ledger": self.rows.ledger.to_dict()},
                 "identity": self.identity(schedule),
@@ -235,13 +230,14 @@ class Job:
         schedule: Schedule,
         precision: Line,
         rehearsal: store.Rehearsal,
-        resumed: Path | None,
-        changed: Mapping[str, tuple[Any, Any]],
+        resumed: Sequence[Line],
     ) -> list[Line]:
-        """What will really run, line by line, each with its reason; `changed`: options (before, now) of a resume."""
+        """What will really run, line by line, each with its reason; `resumed`: the lines of a run that continues."""
         facts, longest = self.facts, int(self.rows.lengths.max())
         rotary, *others = self.loaded.rope_readback.entries
+        named = [] if self.args.run_name is None else [Line("run", self.args.run_name, self.args.output_dir)]
         lines = [
+            *named,
             Line("model", self.loaded.name, f"{facts.parameters:,} parameters, {facts.layers} layers; {self.loaded.origin}"),
             *self._adapter_lines(),
             *self._rank_lines(),
@@ -273,10 +269,7 @@ class Job:
             lines.append(Line("determinism", "full", cost if self.device.type == "cuda" else "costs nothing on a CPU"))
         if self.args.loss_type == "nll":
             lines.append(Line("loss", "nll", "the plain loss with all logits; newer TRL means the chunked one by this name"))
-        if resumed:
-            lines.append(Line("resumed", resumed.name, str(resumed)))
-        for name, (before, now) in changed.items():
-            lines.append(Line("resumed", f"{name}: {as_yaml(now)}", f"the run had {as_yaml(before)} so far", loud=True))
+        lines += resumed
         return lines + [Line("unlike TRL", text) for text in differing_defaults(self.args)]
 
     @property
@@ -366,34 +359,6 @@ def attention_lines(choices: Sequence[KernelChoice]) -> list[Line]:
             lines.append(Line("attention", choice.name, f"for one document in a call: {choice.reason}"))
             lines.append(Line("attention", other.name, f"for {_SEVERAL}: {other.reason}"))
     return lines + [Line("attention", choice.loud, loud=True) for choice in choices if choice.loud]
-
-
-def update_options(args: SFTConfig) -> dict[str, Any]:
-    """The options that shape an update and may be changed at a resume: said then, since the run is another from there on."""
-    return {name: getattr(args, name) for name in _OF_THE_UPDATE}
-
-
-_OF_THE_RUN = (
-    "model_name_or_path", "model_revision", "model_init_kwargs", "dtype", "bf16", "use_peft", "lora_r", "lora_alpha",
-    "lora_dropout", "lora_target_modules", "lora_modules_to_save", "use_rslora", "dataset_name", "dataset_config", "datasets",
-    "dataset_train_split", "dataset_text_field", "dataset_streaming", "max_length", "packing", "packing_strategy", "max_rows",
-    "overlong", "eos_token", "pad_to_multiple_of", "shuffle_dataset", "train_sampling_strategy", "seed", "data_seed",
-    "per_device_train_batch_size", "gradient_accumulation_steps", "dp_replicate_size", "dp_shard_size", "num_train_epochs",
-    "max_steps",
-)  # fmt: skip
-
-_OF_THE_UPDATE = (
-    "learning_rate",
-    "lr_scheduler_type",
-    "lr_scheduler_kwargs",
-    "warmup_steps",
-    "warmup_ratio",
-    "weight_decay",
-    "adam_beta1",
-    "adam_beta2",
-    "adam_epsilon",
-    "max_grad_norm",
-)
 
 
 def _kept(args: SFTConfig) -> str:

@@ -84,8 +84,8 @@ class Loop:
                 self._drawn_before = None
                 self.job.ranks.beat(f"after step {state.global_step}", None)  # callbacks and saves take any time
                 self.callbacks.call("on_step_end")
-                if state.global_step % steps_per_epoch == 0:
-                    self.callbacks.call("on_epoch_end")
+                if state.global_step % steps_per_epoch == 0 or self.callbacks.control.should_training_stop:
+                    self.callbacks.call("on_epoch_end")  # as in transformers also for an epoch that the end cuts off
                 self._log_evaluate_save()
                 self._check()  # a signal that waited for an update must not wait for the next step's first layer
         except Interrupted as interrupted:

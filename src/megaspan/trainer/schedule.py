@@ -58,7 +58,7 @@ class Schedule:
         if strategy == "no":
             return 0
         if strategy == "epoch":
-            return max(1, total // self.steps_per_epoch - done // self.steps_per_epoch)
+            return max(1, -(-total // self.steps_per_epoch) - done // self.steps_per_epoch)  # the end ends its epoch, too
         return max(1, -(-total // save_steps) - done // save_steps)  # transformers saves at the last step, too
 
     def epoch_after(self, step: int) -> float:

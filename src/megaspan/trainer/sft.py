@@ -9,6 +9,7 @@ calls the same methods; rank 0 writes and speaks.
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -26,8 +27,9 @@ from megaspan.optimizer import Optimizer
 from megaspan.report import Line, Metrics, Progress, plot_run, print_header
 from megaspan.trainer.callbacks import Callbacks, check_callback
 from megaspan.trainer.interrupt import Interrupted, Interrupts
-from megaspan.trainer.job import Job, say, update_options
+from megaspan.trainer.job import Job, say
 from megaspan.trainer.loop import Loop
+from megaspan.trainer.resumed import Resumed, but_length, run_options, update_options
 from megaspan.trainer.schedule import Schedule
 from megaspan.trainer.setup import refuse_parameters, set_up
 from megaspan.trainer.step import Accumulator, Sums
@@ -143,14 +145,15 @@ class SFTTrainer:
         )
         optimizer = Optimizer(self.model, args, schedule.total_steps, states=job.plan.states)
         self._start_state(schedule, optimizer)
-        changed: dict[str, tuple[Any, Any]] = {}
+        resumed: list[Line] = []
         if checkpoint is not None:
-            progress_saved = store.load_checkpoint(
-                checkpoint, self.model, optimizer, identity=job.identity(schedule), options=job.shaping_options
-            )
-            self._restore_state(progress_saved)
-            before, now = progress_saved["options"], update_options(args)
-            changed = {name: (before.get(name), value) for name, value in now.items() if before.get(name) != value}
+            identity = but_length(job.identity(schedule), checkpoint)
+            saved = store.load_checkpoint(checkpoint, self.model, optimizer, identity=identity, options=run_options(args))
+            self._restore_state(saved)
+            before = Resumed.of(checkpoint, saved)
+            if (finished := before.nothing_left(args, schedule)) is not None:
+                return self._finished(optimizer, finished)
+            resumed = before.lines(args, schedule, optimizer.learning_rate)
         rehearsal = store.rehearse_save(
             args.output_dir,
             model=self.model,
@@ -177,7 +180,7 @@ class SFTTrainer:
         )
         if speaks:
             precision = Line("precision", optimizer.precision, optimizer.reason)
-            print_header(job.header(schedule, precision, rehearsal, checkpoint, changed))
+            print_header(job.header(schedule, precision, rehearsal, resumed))
         begun, first = time.monotonic(), state.global_step
 
         def save() -> Path:
@@ -215,6 +218,14 @@ class SFTTrainer:
             self._draw()
         found = {"train_runtime": seconds, "train_loss": loop.mean_loss} | ({"resumed_at_step": float(first)} if first else {})
         return TrainOutput(state.global_step, loop.mean_loss, found)
+
+    def _finished(self, optimizer: Optimizer, sentence: str) -> TrainOutput:
+        """A run that has done all its steps already: its weights are there to be saved, and nothing of it is written anew."""
+        optimizer.close()
+        self._job.levers.give_back_disk()
+        self._job.say(f"megaspan: {sentence}.")
+        steps = self.state.global_step
+        return TrainOutput(steps, math.nan, {"train_runtime": 0.0, "train_loss": math.nan, "resumed_at_step": float(steps)})
 
     def evaluate(self, eval_dataset: Any = None, metric_key_prefix: str = "eval") -> dict[str, float]:
         """Loss, token accuracy and entropy on held-out rows, by the code that trains.
@@ -295,6 +306,7 @@ class SFTTrainer:
             "log_history": state.log_history,
             "callbacks": self._callbacks.export_state(),
             "options": update_options(self.args),
+            "learning_rate": self._callbacks.handler.optimizer.learning_rate,  # of the next step
             "best": [state.best_metric, state.best_global_step],
             "unlogged": dataclasses.asdict(self._unlogged),
         }
