@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from megaspan import evaluate
 from megaspan.config import SFTConfig
 from megaspan.data import Row
 from megaspan.evaluate import _on_one_device, evaluate_command, loss_by_position, position_bounds, render
@@ -145,3 +146,12 @@ def test_the_sizes_of_training_are_said_and_left_out(capsys):
     config = SFTConfig(max_length=64, cp_size=4, dp_shard_size=2)
     assert _on_one_device(config) == SFTConfig(max_length=64)
     assert capsys.readouterr().err.startswith("evaluation runs on one device; dp_shard_size 2 × cp_size 4 is how training")
+
+
+def test_rows_past_the_window_are_refused_before_they_are_made(tmp_path, monkeypatch):
+    """The text was tokenised first, for minutes."""
+    (tmp_path / "model").mkdir()
+    save_model_folder(tmp_path / "model")
+    monkeypatch.setattr(evaluate, "prepare_rows", lambda *_, **__: pytest.fail("rows are made"))
+    with pytest.raises(UserError, match="seen positions up to 4,096 only"):
+        evaluate_command(str(tmp_path / "model"), ["--max_length", "8k", "--dataset_name", "text.txt"])

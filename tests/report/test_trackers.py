@@ -6,7 +6,7 @@ import types
 import pytest
 
 from megaspan.human import UserError
-from megaspan.report import Metrics, check_trackers
+from megaspan.report import Metrics, check_run_name, check_trackers
 from megaspan.report import trackers as module
 
 
@@ -88,6 +88,26 @@ def test_a_resumed_run_continues_its_own_record_in_wandb(tmp_path, monkeypatch):
     assert inits[2]["name"] == "mine"
     assert ("log", {"train/loss": 1.0, "eval/loss": 2.0, "train/global_step": 1}) in calls
     assert [value for kind, value in calls if kind == "finish"] == [0, 1, 0]
+
+
+def test_a_resumed_run_takes_another_name_where_its_record_can(tmp_path, monkeypatch):
+    """It was accepted and ignored: wandb knows a record by its id, trackio by its name."""
+    calls = []
+    monkeypatch.setitem(sys.modules, "wandb", fake_wandb(calls))
+    for name, step in (("first", 0), ("second", 1), (None, 1)):
+        Metrics(tmp_path, "wandb", name, resumed_step=step).close()
+    inits = [options for kind, options in calls if kind == "init"]
+    assert [options["name"] for options in inits] == ["first", "second", "second"]
+    assert len({options["id"] for options in inits}) == 1
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    check_run_name("trackio", tmp_path, "second")
+    check_run_name("trackio", tmp_path, None)
+    check_run_name("wandb", tmp_path, "third")
+    check_run_name("trackio", tmp_path / "new", "third")
+    with pytest.raises(UserError, match="got 'third'; allowed: second"):
+        check_run_name("trackio", tmp_path, "third")
+    with pytest.raises(UserError, match="Write run_name: second as before"):
+        Metrics(tmp_path, "trackio", "third", resumed_step=1)
 
 
 def test_trackio_gets_the_numbers_with_their_steps(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """What the header says about a run's parts."""
 
 import dataclasses
+import json
 import re
 
 import pytest
@@ -129,6 +130,15 @@ def test_the_header_is_understood_by_who_has_never_seen_one(tmp_path, model_fold
     assert re.sub(r"[\d.]+ m?s", "1 s", seconds).split(maxsplit=2)[2] == (
         "rows 1 s, weights 1 s, plan and trials of the layers 1 s, host memory 1 s"
     )
+
+
+def test_the_name_of_a_run_is_in_its_header_and_its_record(tmp_path, model_folder, capsys):
+    """It was refused without a tracker; scripts that move here have one, and it says which of many headers this is."""
+    run = trainer(model_folder, tmp_path, documents([40]), max_steps=1, run_name="whales at 40")
+    run.train()
+    assert re.search(rf"^  run +whales at 40 +.*{tmp_path.name}$", capsys.readouterr().err, re.M)
+    assert json.loads((tmp_path / "run.json").read_text())["starts"][-1]["run_name"] == "whales at 40"
+    assert "run_name: whales at 40\n" in (tmp_path / "config.yaml").read_text()
 
 
 def test_an_adapter_is_told(tmp_path, model_folder):

@@ -135,7 +135,7 @@ def test_a_checkpoint_that_does_not_tell_its_rate_is_made_longer(tmp_path):
 def test_what_is_another_run_is_refused_before_a_row_is_made(model_folder, finished, monkeypatch, change, said):  # noqa: F811
     """Rows of another length are made for minutes, and the refusal came behind them."""
     data, out = finished
-    monkeypatch.setattr(setup, "open_data", lambda *_: pytest.fail("rows are made"))
+    monkeypatch.setattr(setup, "open_all", lambda *_: pytest.fail("rows are made"))
     options = {"max_steps": 4, "resume_from_checkpoint": True, "dataset_name": str(data), **change}
     with pytest.raises(UserError, match=said):
         trainer(model_folder, out, None, **options)
@@ -181,3 +181,12 @@ def test_a_finished_run_without_a_checkpoint_says_what_is_left_of_it(tmp_path):
     (tmp_path / "model" / "adapter_config.json").write_text("{}")
     with pytest.raises(UserError, match="Start anew with another output_dir, and with save_strategy: steps"):
         store.checkpoint_of(tmp_path, True)
+
+
+def test_an_epoch_that_the_end_cuts_off_is_evaluated_and_saved(tmp_path, model_folder):  # noqa: F811
+    """As in transformers; `eval_strategy: epoch` with `max_steps` inside the first epoch did nothing at all."""
+    options = {"max_steps": 2, "save_strategy": "epoch", "eval_strategy": "epoch", "eval_dataset": documents([20])}
+    short = trainer(model_folder, tmp_path, DATA, **options)
+    short.train()
+    assert [entry["step"] for entry in short.state.log_history if "eval_loss" in entry] == [2]
+    assert (tmp_path / "checkpoint-2").is_dir()

@@ -66,6 +66,29 @@ def check_trackers(report_to: str | Sequence[str] | None) -> tuple[str, ...]:
     return names
 
 
+def check_run_name(report_to: str | Sequence[str] | None, run: Path, run_name: str | None) -> None:
+    """Refuses another name for a resumed run where its record could not be continued under it; call it as early.
+
+    Raises:
+        UserError: trackio finds records by their names.
+    """
+    had = _state(run).get("name")
+    if "trackio" in check_trackers(report_to) and None not in (had, run_name) and had != run_name:
+        raise UserError(
+            "run_name: trackio finds the record of a resumed run by its name",
+            got=run_name,
+            allowed=had,
+            do=f"Write run_name: {had} as before, or remove it",
+            option="run_name",
+        )
+
+
+def _state(run: Path) -> dict[str, str]:
+    """What the run folder keeps of its records: the id and the name."""
+    file = run / _STATE
+    return json.loads(file.read_text()) if file.exists() else {}
+
+
 def start_trackers(
     report_to: str | Sequence[str] | None, run: Path, run_name: str | None, config: Mapping[str, Any], resumed_step: int
 ) -> list[Tracker]:
@@ -73,11 +96,12 @@ def start_trackers(
     names = check_trackers(report_to)
     if not names:
         return []
-    state_file = run / _STATE
-    state = json.loads(state_file.read_text()) if resumed_step and state_file.exists() else {}
+    if resumed_step:
+        check_run_name(report_to, run, run_name)
     new_id = uuid.uuid4().hex[:8]
-    state = {"id": new_id, "name": run_name or f"{run.resolve().name}-{new_id[:4]}"} | state
-    state_file.write_text(json.dumps(state) + "\n")
+    named = {"name": run_name} if run_name else {}
+    state = {"id": new_id, "name": f"{run.resolve().name}-{new_id[:4]}"} | (_state(run) if resumed_step else {}) | named
+    (run / _STATE).write_text(json.dumps(state) + "\n")
     opened: list[Tracker] = []
     for name in names:
         if name == "tensorboard":

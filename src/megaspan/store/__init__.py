@@ -11,7 +11,15 @@ from megaspan.store.options import another_run, changed_options, differing
 from megaspan.store.plain import save_model
 from megaspan.store.random_state import random_state, restore_random_state
 from megaspan.store.rehearsal import Rehearsal, rehearse_save
-from megaspan.store.run import checkpoint_of, folder_fingerprint, lock_run, open_run, read_run_facts, write_run_facts
+from megaspan.store.run import (
+    check_place,
+    checkpoint_of,
+    folder_fingerprint,
+    lock_run,
+    open_run,
+    read_run_facts,
+    write_run_facts,
+)
 from megaspan.store.sharded import together
 
 __all__ = [
@@ -19,6 +27,7 @@ __all__ = [
     "Rehearsal",
     "another_run",
     "changed_options",
+    "check_place",
     "checkpoint_of",
     "checkpoints",
     "differing",

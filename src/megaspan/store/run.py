@@ -125,7 +125,25 @@ def checkpoint_of(run: Path | str, resume: bool | str | Path | None) -> Path | N
     )
 
 
+def check_place(run: Path | str) -> None:
+    """Refuses a run folder that nothing can be written to, without making it: the first save comes after hours.
+
+    Raises:
+        UserError: a file is in the way, or the folder may not be written to.
+    """
+    run = Path(run)
+    try:
+        place = next(path for path in (run.absolute(), *run.absolute().parents) if path.exists())
+        reason = None if os.access(place, os.W_OK | os.X_OK) else f"{place} may not be written to"
+        reason = reason if place.is_dir() else f"{place} is a file"
+    except OSError as error:
+        reason = f"{error.filename}: {error.strerror}"
+    if reason is not None:
+        raise UserError(f"the run folder {run} cannot be used: {reason}", do="Choose another output_dir", option="output_dir")
+
+
 def _make(run: Path) -> None:
+    check_place(run)
     try:
         run.mkdir(parents=True, exist_ok=True)
     except OSError as error:

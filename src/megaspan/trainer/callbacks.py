@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import EarlyStoppingCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, ExportableState
 
 from megaspan.config import SFTConfig
@@ -94,6 +94,23 @@ def check_callback(callback: Any) -> None:
     kind = callback if isinstance(callback, type) else type(callback)
     if not issubclass(kind, TrainerCallback):
         raise UserError("a callback is no transformers.TrainerCallback", found=kind.__name__)
+
+
+def check_callbacks(callbacks: Sequence[TrainerCallback | type[TrainerCallback]] | None, config: SFTConfig) -> None:
+    """Refuses callbacks that cannot work with these options, before anything is loaded.
+
+    Raises:
+        UserError: as `check_callback`, or early stopping without an evaluation to stop by.
+    """
+    for callback in callbacks or ():
+        check_callback(callback)
+        kind = callback if isinstance(callback, type) else type(callback)
+        if issubclass(kind, EarlyStoppingCallback) and config.eval_strategy == "no":
+            raise UserError(
+                f"{kind.__name__} stops by the held-out loss, and nothing is evaluated",
+                found="eval_strategy: no",
+                do="Write eval_strategy: steps, or leave the callback out",
+            )
 
 
 def training_arguments(config: SFTConfig) -> TrainingArguments:

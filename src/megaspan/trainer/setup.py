@@ -10,7 +10,6 @@ object and the plan are compared over all ranks before the first step.
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import time
 from dataclasses import replace
@@ -23,10 +22,9 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.trainer_utils import enable_full_determinism
 
-from megaspan import world
+from megaspan import store, world
 from megaspan.config import SFTConfig
 from megaspan.data import Rows, join
-from megaspan.data.prepare import open_data
 from megaspan.human import UserError, format_bytes
 from megaspan.layers.checkpoint import checkpointed_layers
 from megaspan.model import (
@@ -40,26 +38,22 @@ from megaspan.model import (
     unwrap,
     wrap_lora,
 )
-from megaspan.model.fill import skeleton
 from megaspan.model.kinds import refuse_shared_rows
 from megaspan.model.load import check_adopted
 from megaspan.model.lora import check_peft
 from megaspan.model.shard import shard, shards
 from megaspan.model.sharded import load_sharded
-from megaspan.model.source import apply_overrides, find_source, read_config
 from megaspan.model.taken import check_files
 from megaspan.optimizer import check_optim
-from megaspan.optimizer.schedule import LearningRate
-from megaspan.plan import Plan, RankSizes, choose, free_disk, plan_command
+from megaspan.plan import ModelFacts, Plan, RankSizes, choose, free_disk, plan_command
 from megaspan.plan.ranks import heads_of
-from megaspan.report import check_trackers
+from megaspan.report import check_run_name, check_trackers
+from megaspan.trainer.early import check_schedule, open_all, try_adapter
 from megaspan.trainer.given import adopt, check_given, compared
 from megaspan.trainer.job import Job, say
 from megaspan.trainer.resumed import check_resume
 from megaspan.trainer.share import Share
 
-_SOME_STEPS = 1000  # of a run whose length only its rows tell
-_HELD_OUT = ("validation", "valid", "val", "dev", "eval", "test")
 _LOOKED_AT = 8  # rows, the longest ones, by which the memory for a row's part is measured
 
 
@@ -86,10 +80,14 @@ def set_up(
         check_given(given, args)
     check_trackers(args.report_to)
     check_optim(args)
-    _check_schedule(args)
+    check_schedule(args)
+    if ranks.speaks:  # and writes
+        store.check_place(args.output_dir)
     if args.use_peft or peft_config is not None:
         check_peft(peft_config)
     check_resume(args, ranks.mesh.size("data"), own_adapter=peft_config is not None)
+    if args.resume_from_checkpoint:
+        check_run_name(args.report_to, Path(args.output_dir), args.run_name)
     world.set_allocator()
     world.keep_kernels()
     device = ranks.device
@@ -116,16 +114,18 @@ def set_up(
             vocab = plan_command(args, world.machine(), sizes).model.vocab
             check_files(args)
             if args.use_peft or peft_config is not None:
-                _try_adapter(args, peft_config)
+                try_adapter(args, peft_config)
             tokenizer = tokenizer or load_tokenizer(args)
         else:
-            vocab = None
             check_adopted(given, args)
+            facts = ModelFacts.from_config(given.config.to_dict())
+            ranks.mesh.check_heads(facts.heads, facts.kv_heads)
+            vocab = facts.vocab
         rows, eval_rows = ranks.in_turn(
             "tokenise", lambda: _rows(args, ranks, tokenizer, train_dataset, eval_dataset, rows_folder)
         )
         for found in (rows, eval_rows):
-            if found is not None and vocab is not None:
+            if found is not None:
                 check_token_ids(found.max_id, vocab)
     with _timed(seconds, "load"):
         axes = ranks.connect()
@@ -195,52 +195,10 @@ def _rows(
     def report(text: str) -> None:
         say(ranks, text)
 
-    data = [open_data(args, tokenizer, "train", train_dataset)]
-    if eval_dataset is not None or args.eval_strategy != "no":
-        if eval_dataset is None and args.dataset_name is None and args.datasets is None:
-            raise UserError(
-                f"eval_strategy: {args.eval_strategy} needs held-out data, and the training data came from Python",
-                do="Pass eval_dataset=…, or set eval_strategy: no",
-                option="eval_strategy",
-            )
-        try:
-            data.append(open_data(args, tokenizer, "test", eval_dataset))
-        except UserError as error:
-            raise _with_split(error, args) if eval_dataset is None and error.do is None else error from error
-    rows, *held_out = [each.rows(cache_folder=folder, report=report) for each in data]
+    rows, *held_out = [
+        each.rows(cache_folder=folder, report=report) for each in open_all(args, tokenizer, train_dataset, eval_dataset)
+    ]
     return rows, held_out[0] if held_out else None
-
-
-def _with_split(error: UserError, args: SFTConfig) -> UserError:
-    """An error about the held-out split that says what to write: the one that is there under another name, or no evaluation."""
-    there = next((name for name in _HELD_OUT if name in (error.allowed or "").split(", ")), None)
-    named = f"dataset_test_split: {there}, or " if there else ""
-    return UserError(
-        f"eval_strategy: {args.eval_strategy}, and {error.what}", allowed=error.allowed, do=f"Write {named}eval_strategy: no"
-    )
-
-
-def _try_adapter(args: SFTConfig, peft_config: Any) -> None:
-    """Puts the adapter on the model without its weights: modules that it names and that are not there are found in a second."""
-    model_config = read_config(find_source(args), trust_remote_code=args.trust_remote_code)
-    apply_overrides(model_config, args.config_overrides)
-    bare = skeleton(model_config, torch.float32, trust_remote_code=args.trust_remote_code)
-    wrap_lora(bare, args, copy.deepcopy(peft_config))  # peft writes into what it is given
-
-
-def _check_schedule(args: SFTConfig) -> None:
-    """Asks the schedule for its first rate and its last: what it does not take is known without one row."""
-    steps = args.max_steps if args.max_steps > 0 else _SOME_STEPS
-    try:
-        rates = LearningRate(args, steps)
-        for step in (0, steps // 2, steps - 1):
-            rates.at(step)
-    except (TypeError, ValueError, ArithmeticError) as error:
-        raise UserError(
-            f"lr_scheduler_type {args.lr_scheduler_type} has no rate with learning_rate: {args.learning_rate:g}: {error}",
-            got=args.lr_scheduler_kwargs,
-            do="Correct lr_scheduler_kwargs, or write a learning_rate above 0",
-        ) from error
 
 
 def _loaded(
@@ -290,25 +248,6 @@ def _streamed(placed: Levers) -> str:
 
 def _hash(value: Any) -> str:
     return hashlib.sha256(repr(value).encode()).hexdigest()
-
-
-_REFUSED = {
-    "data_collator": "rows are made by megaspan: give the text, or token ids, as train_dataset",
-    "compute_loss_func": "the loss is taken tile by tile and never sees all logits; choose loss_type",
-    "compute_metrics": "it needs all predictions at once, which do not fit; token accuracy and entropy are logged",
-    "optimizers": "the fp32 masters live in megaspan's own optimizer; choose optim, learning_rate and lr_scheduler_type",
-    "optimizer_cls_and_kwargs": "the fp32 masters live in megaspan's own optimizer; choose optim and learning_rate",
-    "preprocess_logits_for_metrics": "the logits of a row are never all there",
-    "quantization_config": "quantised base weights are not proven exact here; load the model in bf16",
-    "formatting_func": "map the dataset to a text column before: dataset.map(lambda row: {'text': ...})",
-}
-
-
-def refuse_parameters(**given: Any) -> None:
-    """Refuses, by name, the parameters of TRL's trainer that have no meaning here."""
-    for name, value in given.items():
-        if value is not None:
-            raise UserError(f"SFTTrainer's {name} is not supported: {_REFUSED[name]}", do=f"Leave {name} out")
 
 
 class _timed:

@@ -25,13 +25,14 @@ from megaspan.config import SFTConfig
 from megaspan.human import UserError
 from megaspan.optimizer import Optimizer
 from megaspan.report import Line, Metrics, Progress, plot_run, print_header
-from megaspan.trainer.callbacks import Callbacks, check_callback
+from megaspan.trainer.callbacks import Callbacks, check_callback, check_callbacks
+from megaspan.trainer.early import refuse_parameters
 from megaspan.trainer.interrupt import Interrupted, Interrupts
 from megaspan.trainer.job import Job, say
 from megaspan.trainer.loop import Loop
 from megaspan.trainer.resumed import Resumed, but_length, run_options, update_options
 from megaspan.trainer.schedule import Schedule
-from megaspan.trainer.setup import refuse_parameters, set_up
+from megaspan.trainer.setup import set_up
 from megaspan.trainer.step import Accumulator, Sums
 
 
@@ -91,6 +92,7 @@ class SFTTrainer:
                 found=got,
                 do="Pass args=megaspan.SFTConfig(max_length='128k')",
             )
+        check_callbacks(callbacks, args)
         self._job: Job = set_up(model, args, train_dataset, eval_dataset, processing_class, peft_config, self._rows_folder)
         self.args = self._job.args
         self.model, self.processing_class = self._job.model, self._job.tokenizer
