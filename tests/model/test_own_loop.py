@@ -46,3 +46,24 @@ def test_what_fits_and_what_is_for_the_loop_to_read_is_taken() -> None:
 def test_whoever_brings_a_plan_has_a_loop() -> None:
     args = settings(offload_optimizer=True)
     assert levers(prepare(tiny("qwen3"), args, plan())) is not None
+
+
+def test_a_refusal_says_what_to_write_in_python() -> None:
+    with pytest.raises(UserError, match=r"allow_past_window=True"):
+        prepare(tiny("qwen3"), settings(max_length=2**20))
+
+
+def test_the_remedy_for_a_second_backward_is_one() -> None:
+    """offload: false was said to be one, and a streamed layer lets go of its input all the same."""
+    ids = torch.arange(40)[None]
+    model = prepare(tiny("qwen3"), settings()).train()
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match=r"Run the forward again before each backward, or .* gradient_checkpointing=False\."):
+        loss.backward()
+    model = prepare(tiny("qwen3"), settings(gradient_checkpointing=False)).train()
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward(retain_graph=True)
+    once = [parameter.grad.clone() for parameter in model.parameters()]
+    loss.backward()
+    assert all(torch.allclose(parameter.grad, 2 * first) for parameter, first in zip(model.parameters(), once, strict=True))

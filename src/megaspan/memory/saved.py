@@ -53,7 +53,7 @@ class SavedInput:
         if self.spent:
             raise RuntimeError(
                 "The layer inputs of this forward are gone: its step was abandoned, or this is a second backward through it. "
-                "Run the forward again, or set gradient_checkpointing_kwargs={'offload': False} and retain_graph=True."
+                "Run the forward again before each backward, or keep all of it with gradient_checkpointing=False."
             )
 
     def check_unchanged(self) -> None:

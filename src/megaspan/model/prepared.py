@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from transformers import PreTrainedModel
 
+from megaspan.config.spelling import for_python
 from megaspan.human import UserError
 from megaspan.layers.shards import compute_dtype
 from megaspan.model import proof
@@ -181,6 +182,7 @@ class Levers:
         return f"attention runs forward {times}; {tiles}{heads}"
 
 
+@for_python()
 def prepare(model: Model, args: SFTConfig, plan: Plan | None = None, *, on_layer: OnLayer | None = None) -> Model:
     """Make an unmodified transformers model (or a LoRA model of peft on top of one) long; returns the same object.
 
