@@ -38,30 +38,34 @@ def seconds(found: Fit, model: str = "qwen3-4b") -> float:
 
 
 def test_moments_move_where_their_room_makes_a_step_faster() -> None:
-    """4B at 262,144 tokens in 40 GiB: with moments on the host no input comes in tiles, for 0.3 s over the link."""
-    facts, limits = model_facts("qwen3-4b"), Limits(40 * GIB, 120 * GIB)
-    chosen, here = fit(facts, LONG, limits, ALL), fit(facts, LONG, limits, (DEVICE,))
+    """4B at 262,144 tokens in 32 GiB: with moments there too, what waits on the host comes in tiles for each head group."""
+    facts, limits = model_facts("qwen3-4b"), Limits(32 * GIB, 120 * GIB)
+    chosen, here = fit(facts, LONG, limits, ALL), fit(facts, LONG, limits, (GRADIENTS,))
     assert here.fits, "nobody is forced"
     assert chosen.settings.states == MOMENTS
     assert (chosen.settings.stream_back, here.settings.stream_back) == (False, True)
     assert limits.hold(chosen.used)
-    assert seconds(chosen) == min(seconds(fit(facts, LONG, limits, (each,))) for each in ALL)
+    assert seconds(chosen) == min(seconds(found) for each in ALL if (found := fit(facts, LONG, limits, (each,))).fits)
     assert chosen.faster is not None
-    assert chosen.faster.than == DEVICE
+    assert chosen.faster.than == GRADIENTS
     assert chosen.faster.seconds == pytest.approx(seconds(here) - seconds(chosen))
-    assert chosen.faster.seconds > 0.015 * seconds(here)
-    made = plan(40, 120)
+    assert chosen.faster.seconds > 0.03 * seconds(here)
+    made = plan(32, 120)
     assert made.states == MOMENTS
     (reason,) = [reason for reason in made.reasons if "AdamW" in reason]
     assert reason.startswith("AdamW's moments lie on the host and pass the device in pieces, 0.3 s each way: ")
-    assert reason.endswith("s a step faster on an H200 than with them on the device, as layers have more room")
+    words = "s a step faster on an H200 than with them on the device, and gradients on the host, as layers have more room"
+    assert reason.endswith(words)
     assert next(lever for lever in made.levers if lever.name == "optimizer on the host").on
     assert made.next_lever is not None
     assert "offload_optimizer" not in made.next_lever.do
+    unclipped = plan(32, 120, max_grad_norm=0)
+    assert unclipped.states.moments == "host"
+    assert any("H200 than with them on the device, as layers" in reason for reason in unclipped.reasons)
 
 
 def test_states_stay_where_a_step_is_hardly_faster() -> None:
-    """In 44 GiB the tiles are whole with two calls more, and moving moments would gain a quarter of a percent."""
+    """In 44 GiB the tiles are whole with more calls of attention, and moving moments would gain a quarter of a percent."""
     facts, limits = model_facts("qwen3-4b"), Limits(44 * GIB, 128 * GIB)
     chosen, away = fit(facts, LONG, limits, ALL), fit(facts, LONG, limits, (MOMENTS,))
     assert 0 < seconds(chosen) - seconds(away) < WORTH * seconds(chosen)
@@ -71,10 +75,12 @@ def test_states_stay_where_a_step_is_hardly_faster() -> None:
 
 
 def test_the_option_is_obeyed_whatever_is_faster() -> None:
-    assert plan(40, 120, offload_optimizer=False).states.moments == "device"
+    here = plan(32, 120, offload_optimizer=False)
+    assert here.fits
+    assert here.states == GRADIENTS
     assert plan(44, 128, offload_optimizer=True).states == MOMENTS
     assert plan(141, 240, offload_optimizer=True).states == MOMENTS
-    asked = plan(40, 120, offload_optimizer=True)
+    asked = plan(32, 120, offload_optimizer=True)
     assert any("AdamW" in reason for reason in asked.reasons)
     assert not any("step faster" in reason or "step is faster" in reason for reason in asked.reasons), "it was asked for"
 
@@ -89,19 +95,15 @@ def test_host_memory_that_moments_take_is_not_the_layers() -> None:
 
 
 def test_gradients_move_for_seconds_too_and_ranks_move_theirs() -> None:
-    made = plan(48, 480, "qwen3-8b", 1 << 19, cp_size=2)
+    made = plan(24, 480, cp_size=2)
     assert made.states == GRADIENTS
     (reason,) = [reason for reason in made.reasons if "the norm of all" in reason]
     assert "a step faster on an H200 than with them on the device" in reason
-    made = plan(32, 480, "qwen3-8b", 1 << 20, cp_size=4)
-    assert (made.states, made.stream_back) == (MOMENTS, False)
-    made = plan(40, 480, "qwen3-8b", 1 << 19, cp_size=2)
-    assert made.states == MOMENTS
-    assert any("than with them on the device, and gradients on the host" in reason for reason in made.reasons)
+    assert plan(24, 480, tokens=1 << 19, cp_size=2).states == MOMENTS
 
 
 def test_of_other_rates_no_seconds_are_said() -> None:
-    made = plan(76, 240, dtype=None, bf16=False)
+    made = plan(62, 240, dtype=None, bf16=False)
     moved = [reason for reason in made.reasons if "a step is faster than with" in reason]
     assert len(moved) == 1
     assert "H200" not in moved[0]
@@ -144,13 +146,17 @@ def test_no_state_that_was_left_out_is_faster(
     found = fit(facts, s, limits, states)
     alone = [(each, fit(facts, s, limits, (each,))) for each in states]
     there = [each for each, one in alone if one.fits]
-    fitting = [(each.moved, relative_seconds(facts, one.settings)) for each, one in alone if one.fits]
+    fitting = [(one, relative_seconds(facts, one.settings)) for _, one in alone if one.fits]
     assert found.fits == bool(fitting)
     if not fitting:
         return
-    best, moved = relative_seconds(facts, found.settings), found.settings.states.moved
-    assert any(best == pytest.approx(each) and count == moved for count, each in fitting)
-    for count, each in fitting:
-        assert best <= each * 1.000_001 if count <= moved else best <= each / (1 - WORTH) ** (count - moved) * 1.000_001
-    chosen, first = found.settings.states, there[0]
-    assert (found.faster is None) == ((chosen.moved, chosen.moments) == (first.moved, first.moments))
+    best, chosen, first = relative_seconds(facts, found.settings), found.settings, fitting[0][0].settings
+    assert any(best == pytest.approx(each) and one.settings.states == chosen.states for one, each in fitting)
+    before = [each for one, each in fitting if one.settings.states != chosen.states]
+    for one, each in fitting:
+        if one.settings.layer_tile >= first.layer_tile:  # those with smaller ones are not looked for
+            assert best <= each / (1 - WORTH) * 1.000_001
+    assert (found.faster is None) == (chosen.states == first.states)
+    if found.faster is not None:
+        assert found.faster.than == there[0]
+        assert best <= before[0] * (1 - WORTH)

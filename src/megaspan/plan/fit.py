@@ -22,6 +22,7 @@ from megaspan.plan.place import Limits as Limits
 from megaspan.plan.place import can_keep, fallback, policies
 from megaspan.plan.search import LONGEST, largest
 from megaspan.plan.seconds import relative_seconds
+from megaspan.plan.segments import EVERY, Wanted
 from megaspan.plan.states import Faster, StatePlan
 from megaspan.plan.step import Step
 
@@ -55,18 +56,18 @@ def fit(facts: ModelFacts, s: Settings, limits: Limits, states: tuple[StatePlan,
         facts: the model.
         s: the wishes.
         limits: bytes there are.
-        states: where gradients and optimizer states may lie, the simplest first. More of them is moved than has to be only
-            for `WORTH` of a step.
+        states: where gradients and optimizer states may lie, the simplest first. A later one is taken only where a step is
+            faster by `WORTH` of it.
     """
     best: tuple[Settings, float] | None = None
     simplest = math.inf, StatePlan()
     for each in states:
-        moved, below = replace(s, states=each), math.inf
+        moved, below, tile = replace(s, states=each), math.inf, 0
         if best is not None:
-            below = best[1] * (1 - WORTH if each.moved > best[0].states.moved else 1)
+            below, tile = (1 - WORTH) * best[1], best[0].layer_tile
             if _floor(facts, moved) >= below:
                 continue
-        if (found := _cheapest(facts, moved, limits, below)) is not None:
+        if (found := _cheapest(facts, moved, limits, below, tile)) is not None:
             simplest = simplest if best else (found[1], each)
             best = found
     if best is not None:
@@ -162,10 +163,17 @@ def _groups(facts: ModelFacts, s: Settings) -> Iterator[int | None]:
         yield size
 
 
-def _cheapest(facts: ModelFacts, s: Settings, limits: Limits, below: float) -> tuple[Settings, float] | None:
-    """The dials with the fewest seconds that fit, and these; None where none take less than `below`.
+def _cheapest(facts: ModelFacts, s: Settings, limits: Limits, below: float, smallest: int) -> tuple[Settings, float] | None:
+    """The dials with the fewest seconds that fit, and these.
 
-    Smaller tiles only where larger ones never fit. Dials that could not win with everything kept are not looked at.
+    Smaller tiles only where larger ones never fit. What could not win even with everything kept is not looked at.
+
+    Args:
+        facts: the model.
+        s: the wishes.
+        limits: bytes there are.
+        below: what takes as long is not wanted: None where all do.
+        smallest: no smaller tiles; those that were large enough with less room on the device.
     """
     if not s.checkpoint:
         seconds = relative_seconds(facts, s)
@@ -173,12 +181,12 @@ def _cheapest(facts: ModelFacts, s: Settings, limits: Limits, below: float) -> t
     best: tuple[Settings, float] | None = None
     tile, least = 0, below
     for dials in _dials(facts, s):
-        if tile and dials.layer_tile != tile:
+        if dials.layer_tile < smallest or (tile and dials.layer_tile != tile):
             break
-        needed = 0
-        if least < math.inf and (needed := _outputs_needed(facts, dials, least)) > facts.layers:
+        wanted = _wanted(facts, dials, least)
+        if wanted.spare <= 0:
             continue
-        for policy in policies(Step(facts, dials), limits, needed):
+        for policy in policies(Step(facts, dials), limits, wanted):
             made, tile = replace(dials, keep=policy), dials.layer_tile
             seconds = relative_seconds(facts, made)
             if seconds < least:
@@ -195,18 +203,23 @@ def _floor(facts: ModelFacts, s: Settings) -> float:
     return min(_with_everything(facts, dials) for dials in (first, *same))
 
 
-def _outputs_needed(facts: ModelFacts, dials: Settings, below: float) -> int:
-    """The fewest outputs with which a step can take less than `below`; more than there are layers where none can."""
-    spare = below - _with_everything(facts, dials)
-    if spare <= 0:
-        return facts.layers + 1
-    if not dials.streams:
-        return 0
-    # The cheapest to attend again: over the shortest window there is.
-    cheapest = min(range(facts.layers), key=lambda layer: facts.span(layer) or dials.tokens)
-    keep = [LayerKeep("device", None if layer == cheapest else "device") for layer in range(facts.layers)]
-    each = relative_seconds(facts, replace(dials, keep=KeepPolicy(tuple(keep)))) - (below - spare)
-    return max(0, facts.layers - math.floor(spare / each)) if each > 0 else 0
+def _wanted(facts: ModelFacts, dials: Settings, below: float) -> Wanted:
+    """What a step may give up that shall take less than `below`."""
+    if below == math.inf:
+        return EVERY
+    everything, layers = _with_everything(facts, dials), range(facts.layers)
+    if everything >= below or not dials.streams:
+        return Wanted(below - everything)
+
+    def costs(output: int | None, input: int | None) -> float:
+        """Of one layer's output, or input, that is given up."""
+        kept = [LayerKeep(None if layer == input else "device", None if layer == output else "device") for layer in layers]
+        return relative_seconds(facts, replace(dials, keep=KeepPolicy(tuple(kept), "device"))) - everything
+
+    # The cheapest: attention over the shortest window, and the layer below with the least work.
+    attends = min(layers, key=lambda layer: facts.span(layer) or dials.tokens)
+    above = min(layers[1:], key=lambda layer: facts.linear_parameters(layer - 1), default=None)
+    return Wanted(below - everything, costs(attends, None), 0.0 if above is None else costs(None, above))
 
 
 def _with_everything(facts: ModelFacts, dials: Settings) -> float:

@@ -21,7 +21,7 @@ from megaspan.plan.facts import ModelFacts
 from megaspan.plan.keep import KeepPolicy, LayerKeep, Place
 from megaspan.plan.parts import Settings, bytes_of
 from megaspan.plan.search import largest
-from megaspan.plan.segments import Pool, Task, fewest_inputs, most_inputs, most_kept, tightest
+from megaspan.plan.segments import EVERY, Pool, Task, Wanted, fewest_inputs, most_inputs, most_kept, tightest
 from megaspan.plan.step import Step
 from megaspan.plan.streamed import Phase, input_bytes, output_bytes, tile_bytes
 from megaspan.plan.weights import update_part
@@ -59,13 +59,13 @@ def free_policy(step: Step) -> KeepPolicy:
     return _last_on_device(layers, largest(layers, lambda last: device_bytes(last) <= bare), outputs)
 
 
-def policies(step: Step, limits: Limits, least_outputs: int = 0) -> Iterator[KeepPolicy]:
+def policies(step: Step, limits: Limits, wanted: Wanted = EVERY) -> Iterator[KeepPolicy]:
     """Policies that fit, each kind of them the best: everything kept; then with a disk; then with less kept.
 
     Args:
         step: with its dials.
         limits: bytes there are.
-        least_outputs: none that keeps fewer outputs is wanted.
+        wanted: one that gives up more may be another than the best of its kind, or be left out.
     """
     layers, s = step.facts.layers, step.s
     away = Memory(step, _last_on_device(layers, 0, s.streams))
@@ -82,7 +82,7 @@ def policies(step: Step, limits: Limits, least_outputs: int = 0) -> Iterator[Kee
         return
     if (disk := rooms.with_disk()) is not None:
         yield disk
-    if (best := rooms.best(least_outputs)) is not None:
+    if (best := rooms.best(wanted)) is not None:
         yield best
 
 
@@ -152,13 +152,11 @@ class Rooms:
         spared = largest(most, lambda fewer: made(most - fewer) is not None)
         return made(most - spared)
 
-    def best(self, least_outputs: int = 0) -> KeepPolicy | None:
-        """The most outputs, then the most inputs that fit; None where fewer outputs fit than are wanted."""
+    def best(self, wanted: Wanted = EVERY) -> KeepPolicy | None:
+        """The most outputs, then the most inputs that fit; another or None where these are fewer than are wanted."""
         if not self.s.streams:
             return None
-        tasks = self._tasks()
-        found = [most_kept(task, least_outputs=least_outputs) for task in tasks]
-        found += [most_inputs(task, self._outputs) for task in tasks]
+        found = (most_kept(task, wanted) for task in self._tasks())
         fitting = [policy for each in found if (policy := self._checked(each)) is not None]
         return max(fitting, key=lambda policy: (policy.outputs, len(policy.segments)), default=None)
 

@@ -19,6 +19,7 @@ each for device and host, the orders in which they can be filled are tried out.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -93,23 +94,49 @@ class Task:
         return sorted(range(self.layers), key=lambda layer: (not self.worth[layer], -layer))
 
 
-def most_kept(task: Task, *, least_outputs: int = 0) -> KeepPolicy | None:
+@dataclass(frozen=True)
+class Wanted:
+    """What a policy may give up to be of use: a search that has found one already looks for none that takes longer.
+
+    Attributes:
+        spare: seconds that giving up may cost.
+        output, input: what one costs at least, of the layer where it costs least.
+    """
+
+    spare: float = math.inf
+    output: float = 0.0
+    input: float = 0.0
+
+    def least_outputs(self, layers: int) -> int:
+        """The fewest outputs that are of use."""
+        return 0 if self.spare == math.inf or self.output <= 0 else max(0, layers - int(self.spare / self.output))
+
+    def least_inputs(self, layers: int, outputs: int) -> int:
+        """The fewest inputs that are of use with so many outputs."""
+        if self.spare == math.inf or self.input <= 0:
+            return 0
+        return max(0, layers - int(max(0.0, self.spare - (layers - outputs) * self.output) / self.input))
+
+
+EVERY = Wanted()
+
+
+def most_kept(task: Task, wanted: Wanted = EVERY) -> KeepPolicy | None:
     """The policy that keeps the most outputs and then the most inputs; None where nothing fits.
 
     Args:
         task: what has to be kept, and the room.
-        least_outputs: no policy with fewer outputs is wanted.
+        wanted: with fewer outputs it is None, and with fewer inputs it may be any with that many outputs.
     """
-    found: dict[int, KeepPolicy | None] = {}
+    least_outputs = wanted.least_outputs(task.layers)
 
     def fits(outputs: int) -> bool:
-        found[outputs] = most_inputs(task, outputs)
-        return found[outputs] is not None
+        return fewest_inputs(task, outputs) is not None
 
     if not fits(least_outputs):
         return None
     best = least_outputs + largest(task.layers - least_outputs, lambda more: more == 0 or fits(least_outputs + more))
-    return found[best]
+    return most_inputs(task, best, wanted)
 
 
 def fewest_inputs(task: Task, outputs: int) -> KeepPolicy | None:
@@ -122,17 +149,21 @@ def fewest_inputs(task: Task, outputs: int) -> KeepPolicy | None:
     return _Walk(task, [layer in wanted for layer in range(task.layers)]).run()
 
 
-def most_inputs(task: Task, outputs: int) -> KeepPolicy | None:
-    """The policy with this many outputs that runs the fewest layers again; None where nothing fits."""
+def most_inputs(task: Task, outputs: int, wanted: Wanted = EVERY) -> KeepPolicy | None:
+    """The policy with this many outputs that runs the fewest layers again, or any where it has fewer inputs than are wanted.
+
+    None where nothing fits.
+    """
     fewest = fewest_inputs(task, outputs)
     if fewest is None:
         return None
-    wanted = set(task.wanted[:outputs])
-    kept = [layer in wanted for layer in range(task.layers)]
+    first = set(task.wanted[:outputs])
+    kept = [layer in first for layer in range(task.layers)]
     pair = task.input + task.output
     room = sum(min(pool.forward + pool.ahead_forward * pair, pool.backward[-1] + pool.ahead * pair) for pool in task.pools)
     most = min(task.layers, (room - outputs * task.output) // task.input)
-    tries = (_Walk(task, kept, count).run() for count in range(most, len(fewest.segments), -1))
+    least = max(len(fewest.segments), wanted.least_inputs(task.layers, outputs) - 1)
+    tries = (_Walk(task, kept, count).run() for count in range(most, least, -1))
     return next((made for made in tries if made is not None), fewest)
 
 
