@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megaspan.plan.keep import KeepPolicy, Place
+from megaspan.plan.packed import PackedRow
 from megaspan.plan.ranks import RankSizes
 from megaspan.plan.states import StatePlan
 
@@ -64,6 +65,7 @@ class Settings:
         adapter: trained LoRA parameters; 0 trains all weights.
         adapter_inputs: input channels of the adapted projections of one layer.
         ranks: who shares row and states.
+        packed: the documents of the longest row, where they are known and do not see each other.
     """
 
     tokens: int
@@ -87,6 +89,7 @@ class Settings:
     adapter: int = 0
     adapter_inputs: int = 0
     ranks: RankSizes = field(default_factory=RankSizes)
+    packed: PackedRow | None = None
 
     @cached_property
     def slots(self) -> int:

@@ -18,6 +18,7 @@ from megaspan.plan.facts import ModelFacts
 from megaspan.plan.keep import KeepPolicy, Place
 from megaspan.plan.layer import layer_bytes
 from megaspan.plan.links import rank_seconds
+from megaspan.plan.packed import LONG, kernel_of, packed_rates
 from megaspan.plan.parts import SecondsPart as SecondsPart
 from megaspan.plan.parts import Settings
 from megaspan.plan.streamed import group_count, input_bytes, output_bytes, projects_ahead
@@ -86,6 +87,7 @@ def step_seconds(facts: ModelFacts, s: Settings, device_name: str, kernel: str |
             (), f"unknown: rates were measured in bf16 for head size 128, not {8 * s.compute_bytes} bits and {facts.head_dim}"
         )
     chosen = kernel or ("flash-attn-4" if has_flash4() else "cuDNN")
+    chosen = chosen if s.packed is None else kernel_of(chosen)
     work = _work(facts, s, chosen)
     note = f"with {chosen} attention"
     if work.copies:
@@ -100,10 +102,8 @@ def relative_seconds(facts: ModelFacts, s: Settings) -> float:
 
 
 def _work(facts: ModelFacts, s: Settings, kernel: str) -> _Work:
-    forward, backward = _rate(kernel, s.tokens)
     policy, row = s.policy(facts.layers), s.ranks.row
-    # A row is shared so that every rank has the mean (attention/placement.py).
-    each = [_attention_flops(facts, layer, s.tokens) / row for layer in range(facts.layers)]
+    each, (forward, backward) = _attention(facts, s, kernel)
     of_rank = f" on each of {row} ranks" if row > 1 else ""
     attention = sum(each)
     again = [number for number, keep in enumerate(policy.layers) if keep.output is None] if s.checkpoint else []
@@ -240,6 +240,18 @@ def has_flash4() -> bool:
     """Whether flash-attn-4 is installed, without importing it: that would load torch."""
     spec = importlib.util.find_spec("flash_attn")
     return any((Path(place) / "cute").is_dir() for place in (spec.submodule_search_locations or ())) if spec else False
+
+
+def _attention(facts: ModelFacts, s: Settings, kernel: str) -> tuple[list[float], tuple[float, float]]:
+    """Operations of each layer's attention forward on a rank, and a second of forward and backward."""
+    if s.packed is None:
+        # A row is shared so that every rank has the mean (attention/placement.py).
+        each = [_attention_flops(facts, layer, s.tokens) / s.ranks.row for layer in range(facts.layers)]
+        return each, _rate(kernel, s.tokens)
+    each, kernel = [s.packed.flops(facts, layer, s.ranks.sp) for layer in range(facts.layers)], kernel_of(kernel)
+    per_pair = 4.0 * facts.query_width * s.slots * facts.layers
+    rates = _rate(kernel, LONG), _rate(kernel, round(s.packed.typical))
+    return each, packed_rates(kernel, *rates, s.packed.typical, sum(each), per_pair)
 
 
 def _attention_flops(facts: ModelFacts, layer: int, tokens: int) -> float:
