@@ -89,6 +89,15 @@ def test_whole_documents_share_rows_and_see_only_themselves(tmp_path: Path) -> N
     assert "sees only itself" not in show_row(joined[0], Digits())
 
 
+def test_the_row_with_most_attention_is_found_without_its_tokens(tmp_path: Path) -> None:
+    rows = packed(tmp_path, ["ghi", "jkl", "a", "bcdef", "m"])
+    lengths = [rows[number].attention_lengths for number in range(len(rows))]
+    assert sorted(lengths) == [(2,), (2, 6), (4, 4)]
+    assert rows.heaviest() == [lengths.index((2, 6))] != [0]
+    assert rows.heaviest(2) == [number for number in range(3) if sum(lengths[number]) == 8]
+    assert prepare(tmp_path, ["abcdefghijk", "fg"], packing=False).heaviest() == [0]
+
+
 def test_padding_stays_outside_of_documents(tmp_path: Path) -> None:
     row = packed(tmp_path, ["abc", "d"], pad_to_multiple_of=4)[0]
     assert (row.attention_lengths, row.padding, len(row.input_ids)) == ((4, 2), 2, 8)

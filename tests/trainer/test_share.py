@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from megaspan.data import Row
+from megaspan.plan import model_facts
 from megaspan.trainer.share import Share, trained_tokens, untrained
 from megaspan.world import Mesh
 
@@ -53,6 +54,22 @@ def test_a_row_on_one_device_is_given_as_ever_and_a_packed_one_with_its_document
     assert packed["position_ids"].tolist() == [[0, 1, 2, 3, 0, 1, 0, 1]]
     assert packed["shift_labels"].tolist() == [[1, 2, 3, -100, 5, -100, -100, -100]]
     assert packed["megaspan_row"].layout.lengths.tolist() == [4, 2, 2]
+
+
+def test_the_documents_of_the_longest_row_are_known_before_the_plan():
+    class Found(list):
+        def heaviest(self, together):
+            return list(range(together))
+
+    ids, facts = np.arange(60), model_facts("qwen3-0.6b")
+    rows = Found([Row(ids, ids, (40, 20), attention_lengths=(40, 20)), Row(ids, ids, (60,))])
+    found = share().packed(rows, facts)
+    assert (found.documents, found.cut, dict(found.pairs)) == (2, 0, {None: 40 * 41 // 2 + 20 * 21 // 2})
+    several = share(1, cp=2).packed(rows, facts)
+    assert several.cut > 0
+    assert dict(several.pairs)[None] < dict(found.pairs)[None] * 0.6
+    assert Share(torch.device("cpu"), together=2).packed(rows, facts).documents == 3
+    assert share().packed(Found(rows[1:]), facts) is None
 
 
 def test_a_rank_without_a_row_runs_one_token_that_trains_nothing():

@@ -104,6 +104,21 @@ class Rows:
         """Whether a row holds several stretches that attend only to themselves."""
         return self._separate and len(self._store.segments) > len(self)
 
+    def heaviest(self, together: int = 1) -> list[int]:
+        """The row with most attention of those that are no more than a sixteenth shorter than the longest one.
+
+        Args:
+            together: rows that run as one; of several the longest ones.
+        """
+        if together > 1:
+            return [int(row) for row in np.argsort(-self.lengths, kind="stable")[:together]]
+        work = self.lengths.astype(np.int64) ** 2
+        if self._separate:
+            starts = np.asarray(self._store.segments).astype(np.int64)
+            squares = np.diff(np.append(starts, self._store.rows[-1])) ** 2
+            work = np.add.reduceat(squares, np.searchsorted(starts, self._store.rows[:-1]))
+        return [int(np.where(self.lengths >= self.lengths.max() * 15 // 16, work, 0).argmax())]
+
     def __getitem__(self, index: int) -> Row:
         row, starts = self._cut(index)
         masked = row >= MASKED

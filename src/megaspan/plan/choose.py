@@ -26,9 +26,10 @@ from megaspan.plan.keep import KeepPolicy
 from megaspan.plan.levers import Lever, further, rescue, turns
 from megaspan.plan.localdisk import refuse_kind
 from megaspan.plan.logits import largest_allocation, loss_tile
+from megaspan.plan.packed import PackedRow
 from megaspan.plan.parts import Part, Settings
 from megaspan.plan.ranks import RankSizes, share_of
-from megaspan.plan.reasons import keep_rows, layer_reasons, state_reasons, summary
+from megaspan.plan.reasons import keep_rows, layer_reasons, packed_reason, state_reasons, summary
 from megaspan.plan.rope_math import RopeChoice, resolve_rope
 from megaspan.plan.rope_native import text_config
 from megaspan.plan.seconds import Seconds, has_flash4, step_seconds
@@ -79,6 +80,7 @@ class Plan:
         model, machine: what was planned for.
         sizes: ranks that share row and states. All numbers are one rank's.
         tokens_per_rank: tokens of the longest row on one rank, outside of attention.
+        documents: of the longest row that do not see each other; 1 for a plain row, and where rows are not there yet.
     """
 
     tokens: int
@@ -117,6 +119,7 @@ class Plan:
     machine: Machine
     sizes: RankSizes = ONE_RANK
     tokens_per_rank: int = 0
+    documents: int = 1
 
     @property
     def keep_on_device(self) -> int:
@@ -191,6 +194,7 @@ def choose(
     rope: RopeChoice | None = None,
     sizes: RankSizes = ONE_RANK,
     disk_room: int | None = None,
+    packed: PackedRow | None = None,
 ) -> Plan:
     """Plan one rank.
 
@@ -202,6 +206,7 @@ def choose(
         rope: the rotary settings, for the reasons.
         sizes: the mesh.
         disk_room: free bytes of the disk in `offload_folder`, the least of any rank; None looks at the one that is here.
+        packed: the documents of the longest row, where rows are there and documents do not see each other.
 
     Raises:
         UserError: sp ranks cannot share the model's heads, or `offload_folder` is no folder.
@@ -213,7 +218,7 @@ def choose(
         config.host_memory // machine.host_ranks if config.host_memory else machine.host_bytes,
         (free_disk(config) if disk_room is None else disk_room) // machine.host_ranks,
     )
-    wished = replace(_settings(config, facts, longest or config.max_length, gpu), ranks=sizes)
+    wished = replace(_settings(config, facts, longest or config.max_length, gpu), ranks=sizes, packed=packed)
     states = allowed_states(config, wished)
     found = fit(facts, wished, limits, states)
     s, used = found.settings, found.used
@@ -274,6 +279,7 @@ def choose(
         machine=machine,
         sizes=sizes,
         tokens_per_rank=s.slots,
+        documents=packed.documents if packed is not None else 1,
     )
 
 
@@ -367,6 +373,8 @@ def _reasons(
             f"loss in tiles of {format_tokens(s.loss_tile)} tokens: the most whose logits take at most 1.25 GiB, up to 2,048, "
             "where the product outweighs the pass over the head's gradient"
         )
+    if (told := packed_reason(config, facts, s)) is not None:
+        reasons.append(told)
     if s.checkpoint:
         reasons += layer_reasons(facts, s, used)
     reasons += state_reasons(facts, s, faster)

@@ -23,6 +23,7 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
         "parameters_exact": plan.model.exact,
         "machine": asdict(plan.machine),
         "tokens": plan.tokens,
+        "documents": plan.documents,
         "precision": plan.precision,
         "loss_tile_tokens": plan.loss_tile_tokens,
         "checkpoint": plan.checkpoint,
@@ -124,7 +125,8 @@ def render_plan(plan: Plan, width: int = 128) -> str:
     largest = plan.largest
     console.print(f"\nLargest single tensor: {largest.name}, {format_bytes(largest.bytes)} = {largest.formula}", soft_wrap=True)
     if plan.seconds.parts:
-        seconds = table("Seconds of a step, its row one document (predicted)", "part", "seconds", "formula")
+        held = "one document" if plan.documents == 1 else f"{plan.documents:,} documents"
+        seconds = table(f"Seconds of a step, its row {held} (predicted)", "part", "seconds", "formula")
         for each in plan.seconds.parts:
             seconds.add_row(each.name, f"{each.seconds:.2f}" if each.seconds >= 0.005 else "< 0.01", each.formula)
         console.print(seconds)

@@ -20,9 +20,12 @@ import torch
 
 from megaspan.attention.context import RowContext, RowRanks
 from megaspan.attention.layout import TokenLayout, lay_out
+from megaspan.attention.planned import packed_row
 from megaspan.attention.seam import work_of
 from megaspan.attention.work import Work
-from megaspan.data import Row
+from megaspan.data import Row, Rows, join
+from megaspan.plan import ModelFacts
+from megaspan.plan.packed import PackedRow
 from megaspan.world import DeviceAxes, Mesh
 
 IGNORED = -100
@@ -104,6 +107,11 @@ class Share:
     def layout(self, row: Row) -> TokenLayout:
         """Where the tokens of a row are."""
         return lay_out(self.stretches(row), self.mesh.cp, sp_size=self.mesh.sp, work=self.work)
+
+    def packed(self, rows: Rows, facts: ModelFacts) -> PackedRow | None:
+        """The documents of the longest row (of the one with most attention where many are as long); None where it is plain."""
+        row = join([rows[number] for number in rows.heaviest(self.together)])
+        return packed_row(self.layout(row), facts) if len(row.attention_lengths) > 1 else None
 
     def slots(self, rows: Iterable[Row]) -> int:
         """The most tokens, padding included, that this rank holds of one of these rows."""
