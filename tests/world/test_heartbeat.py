@@ -9,6 +9,7 @@ import threading
 import time
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from megaspan.human import UserError, UserErrors
 from megaspan.world import Heartbeat, heartbeat
@@ -89,14 +90,20 @@ def test_ranks_that_start_late_are_waited_for_and_then_named(meet, capsys, monke
 
 
 @pytest.mark.parametrize(("code", "others"), [(2, 2), (3, 3)])
-def test_a_rank_that_fails_ends_the_others_with_its_code_in_silence(meet, capsys, code, others):
+def test_a_rank_that_fails_ends_the_others_with_its_code_in_silence(meet, capsys, tmp_path, code, others):
+    """And torch's elastic agent, whose report comes behind, finds the sentence where it looks for a traceback."""
     hearts, ended, started = meet(3)
-    failure = report_failure(code, ["a wrong thing"], environ=environ(started[1]))
+    files = [{"TORCHELASTIC_ERROR_FILE": str(tmp_path / f"{rank}.json")} for rank in range(3)]
+    failure = report_failure(code, ["a wrong thing"], environ=environ(started[1]) | files[1])
     assert failure is not None
+    agent = ProcessFailure(1, 7, code, str(tmp_path / "1.json"))
+    said = "megaspan: a wrong thing" if code == 2 else "megaspan: rank 1: a wrong thing"
+    assert f"traceback : {said}\n" in str(ChildFailedError("script.py", {1: agent}))
     assert (failure.rank, failure.sentences) == (1, ["a wrong thing"])
     until(lambda: ended[0] is not None and ended[2] is not None)
     assert ended == [others, None, others]  # it ends itself
-    assert report_failure(1, ["connection closed by peer"], environ=environ(started[0])) is None
+    assert report_failure(1, ["connection closed by peer"], environ=environ(started[0]) | files[0]) is None
+    assert not (tmp_path / "0.json").exists()  # an echo is no cause
     part(hearts)
     assert capsys.readouterr().err == ""
 

@@ -2,11 +2,14 @@
 
 Eight ranks that read the same wrong option fail eight times, and one that fails alone leaves seven waiting, whose errors
 ("connection closed by peer") then hide its own. So a rank that fails notes it on the board: the first is the cause and is
-shown, the others end in silence. Under `megaspan train` the parent process shows it, under other launchers the rank itself.
+shown, the others end in silence. Under `megaspan train` the parent process shows it, under other launchers the rank itself; and
+torchrun, whose own report of 40 lines comes behind, gets it to show there in place of a link.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
 import sys
@@ -14,6 +17,7 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -75,7 +79,20 @@ def report_failure(
             first = False
     except RuntimeError:
         return mine
-    return mine if first and started.by != "megaspan train" else None
+    if started.by == "megaspan train":
+        return None
+    if first or code == 2:  # every rank meets a wrong option, and any of them may be the one whose file is shown
+        _tell_launcher(mine, environ)
+    return mine if first else None
+
+
+def _tell_launcher(failure: Failure, environ: Mapping[str, str]) -> None:
+    """Leaves it in the file from which torch's elastic agent takes the cause of a rank's end; the form is its `record`'s."""
+    if path := environ.get("TORCHELASTIC_ERROR_FILE"):
+        told = "\n".join(f"megaspan: {sentence}" for sentence in failure.told())
+        extra = {"py_callstack": failure.trace + told, "timestamp": str(int(time.time()))}
+        with contextlib.suppress(OSError):  # the sentence is on the screen already
+            Path(path).write_text(json.dumps({"message": {"message": told, "extraInfo": extra}}), encoding="utf-8")
 
 
 def _death_behind(board: Board, started: Launch, sentences: Sequence[str]) -> str | None:
