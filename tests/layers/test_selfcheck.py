@@ -129,15 +129,22 @@ def test_attention_that_scales_by_positions_has_those_of_its_tile():
     assert streaming.stats().fused_attentions == 0
 
 
-def test_a_layer_with_unknown_parts_is_described_as_such():
+def test_a_layer_that_is_not_known_by_heart_runs_its_own_code():
     layer = tiny("llama").model.layers[0]
+    own = Family("input_layernorm", None, None, None, own=True)
     assert describe(layer) == Family("input_layernorm", None, "post_attention_layernorm", None)
     layer.add_module("adapter", torch.nn.Linear(4, 4))
-    assert "adapter" in str(describe(layer))
+    assert describe(layer) == own
     del layer.adapter
+    layer.register_buffer("layer_scalar", torch.ones(1))  # its value comes with the weights, so that no toy shows what it does
+    assert describe(layer) == own
+    del layer.layer_scalar
+    layer.self_attn.add_module("gate_proj", torch.nn.Linear(64, 64))
+    assert describe(layer) == Family("input_layernorm", None, None, None, own=True, gated=True)
+    del layer.self_attn.gate_proj
     layer.self_attn.o_proj, projection = torch.nn.Identity(), layer.self_attn.o_proj
     assert "o_proj (Identity) is no linear layer" in str(describe(layer))
     layer.self_attn.o_proj = projection
-    del layer.post_attention_layernorm
-    layer.add_module("pre_feedforward_layernorm", torch.nn.Identity())
-    assert "places that are not known" in str(describe(layer))
+    layer.add_module("strange_norm", layer.input_layernorm)
+    del layer.input_layernorm
+    assert "no norm of its parts is known as the one before attention" in str(describe(layer))

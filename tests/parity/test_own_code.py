@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.granitemoe.modeling_granitemoe import GraniteMoePreTrainedModel
 
 from megaspan.attention import install as install_attention
 from megaspan.config import SFTConfig
@@ -30,6 +31,7 @@ from tests.models import _COMMON, WINDOW, assert_same_gradients, batch, gradient
 torch.set_num_threads(1)
 
 LAYERS = 2
+RECORDED = "router_logits" in GraniteMoePreTrainedModel._can_record_outputs
 GRANITE: dict[str, Any] = {
     "embedding_multiplier": 3.0, "residual_multiplier": 0.7, "attention_multiplier": 0.2, "logits_scaling": 4.0,
 }  # fmt: skip
@@ -57,7 +59,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 GATED = ("bitnet", "afmoe", "laguna")
-BALANCED = ("granitemoe", "granitemoeshared", "granitemoehybrid experts")
+# transformers 5.17 records no router logits of these, and so has no balance loss.
+BALANCED = ("granitemoe", "granitemoeshared", "granitemoehybrid experts") if RECORDED else ()
 
 
 def config_of(family: str, **changes: Any) -> Any:
@@ -225,7 +228,7 @@ def test_granite_without_mamba_is_taken_and_with_one_mamba_layer_refused() -> No
     check_config(pure.to_dict(), "granite")
     check_class(pure, "granite")
     mixed = config_of("granitemoehybrid", layer_types=["attention", "mamba"])
-    with pytest.raises(UserError, match="layers of type|carry a state"):
+    with pytest.raises(UserError, match="has layers of type"):
         check_config(mixed.to_dict(), "granite")
     with pytest.raises(UserError, match="carry a state"):
         check_class(mixed, "granite")

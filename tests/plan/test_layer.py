@@ -13,11 +13,11 @@ from megaspan.plan.layer import layer_bytes, whole_layer_parts
 from megaspan.plan.parts import Settings
 
 GIB = 2**30
-PHI3 = {
-    "model_type": "phi3", "num_hidden_layers": 36, "hidden_size": 2560, "num_attention_heads": 32, "num_key_value_heads": 8,
+UNKNOWN = {
+    "model_type": "unknown", "num_hidden_layers": 36, "hidden_size": 2560, "num_attention_heads": 32, "num_key_value_heads": 8,
     "head_dim": 128, "intermediate_size": 9728, "vocab_size": 151_936, "max_position_embeddings": 2**21,
 }  # fmt: skip
-FACTS = ModelFacts.from_config(PHI3)
+FACTS = ModelFacts.from_config(UNKNOWN)
 LONG = Settings(2**20, True, 2, False, True, True, True, 2048)
 
 
@@ -71,7 +71,7 @@ def test_rows_reach_further_by_it() -> None:
 
 
 def test_experts_are_counted_whole() -> None:
-    raw = PHI3 | {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 768}
+    raw = UNKNOWN | {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 768}
     facts = ModelFacts.from_config(raw)
     facts = replace(facts, family=replace(facts.family, streamed=False))
     made = choose(SFTConfig(max_length=65_536), facts, Machine("GPU", 60 * GIB, 900 * GIB, 16))

@@ -98,11 +98,12 @@ class Halves:
         q, k = self.fused.norm_and_rotate(q, k, (cos, sin), weights, self.norm, dtype, into[:2] if into else None)
         return replace(asked, q_BHTD=q.transpose(1, 2), k_BGSD=k.transpose(1, 2), v_BGSD=v.transpose(1, 2))
 
-    def mlp(self, layer: Any) -> Callable[[Tensor], Any]:
-        """The layer's MLP, fused if it is to be fused now."""
-        activation, mlp = self.activation, layer.mlp
+    def mlp(self, layer: Any) -> Callable[[Tensor], Any] | None:
+        """The layer's MLP, fused if it is to be fused now; None where it has none of that name."""
+        activation = self.activation
         if activation is None or not self._untouched(layer, "mlp"):
-            return mlp
+            return getattr(layer, "mlp", None)
+        mlp: Any = layer.mlp
         return lambda x: mlp.down_proj(self.fused.gated(mlp.gate_proj(x), mlp.up_proj(x), activation))
 
     def _untouched(self, layer: Any, part: str) -> bool:
@@ -130,9 +131,11 @@ def _projected(projection: Any, hidden: Tensor, heads: slice | None, size: int) 
 
 def find_halves(layer: Any, family: Family, fused: Fused) -> Halves:
     """What of this layer can run fused, tried against its own modules; attention must be megaspan's already."""
-    norm, activation = _head_norm(layer.self_attn), _activation(layer.mlp)
-    names = ["self_attn", *(f"self_attn.{name}" for name in _HEAD_NORMS if hasattr(layer.self_attn, name)), "mlp"]
-    names += ["mlp.act_fn"] if isinstance(getattr(layer.mlp, "act_fn", None), nn.Module) else []
+    mlp = getattr(layer, "mlp", None)
+    norm, activation = _head_norm(layer.self_attn, family.gated), _activation(mlp or layer)
+    names = ["self_attn", *(f"self_attn.{name}" for name in _HEAD_NORMS if hasattr(layer.self_attn, name))]
+    names += [] if mlp is None else ["mlp"]
+    names += ["mlp.act_fn"] if isinstance(getattr(mlp, "act_fn", None), nn.Module) else []
     kinds = tuple((name, type(layer.get_submodule(name))) for name in names)
     halves = Halves(
         fused,
@@ -157,10 +160,11 @@ def find_halves(layer: Any, family: Family, fused: Fused) -> Halves:
     return halves
 
 
-def _head_norm(attention: Any) -> RmsNorm | str | None:
-    """The norm of q and k (None without), or why the module has not the common form."""
+def _head_norm(attention: Any, gated: bool) -> RmsNorm | str | None:
+    """The norm of q and k (None without), or why the module has not the common form; `gated`: with parts behind its kernel."""
     children = {name for name, _ in attention.named_children()}
     wanted, norms = {*_PROJECTIONS, "o_proj"}, set(_HEAD_NORMS)
+    children = children & (wanted | norms) if gated else children
     if children not in (wanted, wanted | norms):
         return f"{type(attention).__name__} has other parts than q, k, v, o and norms of q and k"
     if children == wanted:
@@ -228,7 +232,8 @@ def _try_attention(layer: Any, family: Family, halves: Halves) -> str | None:
 def _try_mlp(layer: Any, family: Family, halves: Halves) -> str | None:
     if not halves._untouched(layer, "mlp"):
         return "is hooked or patched"
-    return _compare(_hidden(layer, halves.fused), lambda leaf: (layer.mlp(leaf),), lambda leaf: (halves.mlp(layer)(leaf),))
+    fused: Any = halves.mlp(layer)
+    return _compare(_hidden(layer, halves.fused), lambda leaf: (layer.mlp(leaf),), lambda leaf: (fused(leaf),))
 
 
 def _compare(

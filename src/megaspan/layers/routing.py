@@ -9,8 +9,8 @@ choice they are smooth functions of the scores, and the router's gradient needs 
 
 With a balance loss (`balance.py`) each tile's logits are summed too, and go into the backward with a gradient of their own.
 
-What a router is, is found by running the layer's MLP on a few tokens and looking where `torch.topk` is called (`find_router`).
-Letters: X experts.
+What a router is, is found by running the layer's MLP, or its whole second half, on a few tokens and looking where `torch.topk`
+is called (`find_router`). Letters: X experts.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from megaspan.layers.balance import Balance, Sums, probability_sum, sums_of
+from megaspan.layers.family import Family, after, describe
 from megaspan.layers.tile import drawing
 
 _MLP = "mlp"
@@ -55,30 +56,44 @@ class Router:
 def find_router(layer: Any) -> Router | str | None:
     """The router of a decoder layer: None where its MLP chooses nothing, a reason where it chooses in a way not known here.
 
-    To be called once for each layer, when it is decided whether it streams; a layer with a reason does not. Runs `layer.mlp` on
-    a few tokens, outside any graph and without a draw from the run's generators.
+    To be called once for each layer, when it is decided whether it streams; a layer with a reason does not. Runs `layer.mlp`,
+    or the second half where that is the layer's own code, on a few tokens, outside any graph and without a draw from the run's
+    generators.
     """
+    family = describe(layer)
+    own = isinstance(family, Family) and family.own
     parameter = next(each for each in layer.parameters() if each.is_floating_point())
-    width = int(layer.self_attn.o_proj.out_features)
+    projection = layer.self_attn.o_proj
     generator = torch.Generator(parameter.device).manual_seed(0)
-    x = torch.randn(1, _TRIAL_TOKENS, width, device=parameter.device, dtype=parameter.dtype, generator=generator)
-    spy = _Spy(layer.mlp, _MLP)
+
+    def random(width: int) -> Tensor:
+        return torch.randn(1, _TRIAL_TOKENS, width, device=parameter.device, dtype=parameter.dtype, generator=generator)
+
+    x, out = random(int(projection.out_features)), random(int(projection.in_features))
+    part = layer if own else layer.mlp
+    spy = _Spy(part, "" if own else _MLP)
     try:
         with torch.no_grad(), drawing(0, x.device), spy:
-            layer.mlp(x)
+            if own:
+                head = int(getattr(layer.self_attn, "head_dim", out.shape[-1]))
+                after(layer, family, x, out.unflatten(-1, (-1, head)))  # type: ignore[arg-type]
+            else:
+                part(x)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # somebody's module: it is checkpointed whole, where it runs as it always does
-        return f"{type(layer.mlp).__name__} did not run on a trial: {type(error).__name__}: {str(error)[:120]}"
+        return f"{type(part).__name__} did not run on a trial: {type(error).__name__}: {str(error)[:120]}"
     finally:
         spy.remove()
     if spy.reason is not None:
-        return f"{type(layer.mlp).__name__} {spy.reason}"
+        return f"{type(part).__name__} {spy.reason}"
     if not spy.choices:
         return None
     if len({choice.module for choice in spy.choices}) > 1:
-        return f"{type(layer.mlp).__name__} chooses experts in several modules"
+        return f"{type(part).__name__} chooses experts in several modules"
     name = spy.choices[0].module
+    if not name:
+        return f"{type(part).__name__} chooses experts in its own code, outside any module"
     kept = sum(choice.a_token * choice.dtype.itemsize for choice in spy.choices)
     logits = _recorded_logits(layer, layer.get_submodule(name))
     scores = None if logits is None else spy.outputs[name][logits]
@@ -285,7 +300,7 @@ class _Spy(TorchFunctionMode):
         self.choices: list[_Choice] = []
         self.outputs: dict[str, Any] = {}
         self.reason: str | None = None
-        self._inside: list[str] = []
+        self._inside: list[str] = [""]
         self._hooks: list[Any] = []
         for inside, module in mlp.named_modules(prefix=name):
             self._hooks.append(module.register_forward_pre_hook(self._entering(inside)))

@@ -124,9 +124,13 @@ def toy_of(live: PreTrainedModel) -> PreTrainedModel:
         holder.output_router_logits = False
     with torch.device("cpu"):
         toy = type(live)(config).float().train()
-    for module in toy.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
-            module.p = 0.0  # those of streamed layers are by counter
+    dropouts = [module for module in toy.modules() if isinstance(module, nn.modules.dropout._DropoutNd)]
+    # Those of streamed layers are by counter. A rate that the configuration still names would be taken for another one's.
+    for name, value in list(vars(text).items()):
+        if "drop" in name and isinstance(value, float) and any(module.p == value for module in dropouts):
+            setattr(text, name, 0.0)
+    for module in dropouts:
+        module.p = 0.0
     with torch.no_grad():
         for parameter in toy.parameters():
             if parameter.ndim < 2:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -66,8 +66,7 @@ def check_layers(config: Mapping[str, Any], name: str) -> None:
     Raises:
         UserError: there is such a layer, or attention that also looks ahead.
     """
-    types = config.get("layer_types") or config.get("layers_block_type") or ()
-    strange = sorted({str(layer) for layer in types} - set(EXACT_LAYERS) - {"attention"})
+    strange = sorted({str(layer) for layer in _layer_types(config)} - set(EXACT_LAYERS) - {"attention"})
     if strange:
         raise UserError(
             f"{name} has layers of type {', '.join(strange)}, which are not supported yet",
@@ -77,6 +76,11 @@ def check_layers(config: Mapping[str, Any], name: str) -> None:
     looks_ahead = config.get("use_bidirectional_attention") or config.get("is_causal") is False
     if looks_ahead or (config.get("is_decoder") is False and not _is_causal(config)):
         raise _looks_ahead(name)
+
+
+def _layer_types(config: Mapping[str, Any]) -> Sequence[str]:
+    """What a configuration says of its layers, one after the other; nothing where it does not."""
+    return config.get("layer_types") or config.get("layers_block_type") or ()
 
 
 def _is_causal(config: Mapping[str, Any]) -> bool:
@@ -101,14 +105,48 @@ def _looks_ahead(name: str) -> UserError:
     return UserError(f"{name} attends to later tokens too", allowed="causal attention", do=ANOTHER)
 
 
-def check_class(config_class: type[PretrainedConfig], name: str) -> None:
+def check_class(config: PretrainedConfig, name: str) -> None:
     """Refuse a model by the class that transformers would build, before its weights are loaded.
 
     Raises:
         UserError: it keeps a state (Mamba, linear attention), or its attention is in its own code.
     """
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
-    _check_attention(model_class[0] if isinstance(model_class, tuple) else model_class, name)
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    model_class = model_class[0] if isinstance(model_class, tuple) else model_class
+    if getattr(model_class, "_is_stateful", False) and _keeps_state(model_class, config):
+        raise _stateful(model_class, name)
+    _check_attention(model_class, name)
+
+
+def _keeps_state(model_class: Any, config: PretrainedConfig) -> bool:
+    """Whether a model of a class that can keep a state has layers that do: Granite 4 has such models, and some without."""
+    types = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
+    if not types or set(types) - {*EXACT_LAYERS, "attention"}:
+        return True
+    try:
+        with torch.device("meta"):
+            return _over_tokens(model_class(config)) is not None
+    except Exception:  # whatever a constructor does that wants memory: its class is taken at its word
+        return True
+
+
+def _over_tokens(model: torch.nn.Module) -> str | None:
+    """A module that brings tokens together outside attention, as its class shows; the outermost that holds no other such."""
+    found: str | None = None
+    for name, module in model.named_modules():
+        known = _OVER_TOKENS.search(type(module).__name__) or isinstance(module, torch.nn.Conv1d | torch.nn.RNNBase)
+        # From the model down to the first such module that holds no other: that one is named.
+        if known and name.startswith(f"{found}." if found else ""):
+            found = name
+    return found
+
+
+def _stateful(model_class: Any, name: str) -> UserError:
+    return UserError(
+        f"{name} ({model_class.__name__}) has layers that carry a state (linear attention, Mamba), not supported yet",
+        allowed="models whose layers are all softmax attention",
+        do=ANOTHER,
+    )
 
 
 def check_trainable(model: PreTrainedModel) -> None:
@@ -122,6 +160,8 @@ def check_trainable(model: PreTrainedModel) -> None:
     if type(model.config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         check_config(config | {"architectures": []}, name)  # the class itself is better than its name
         _check_causal(model)
+    if getattr(model, "_is_stateful", False) and (not _layer_types(config) or _over_tokens(model) is not None):
+        raise _stateful(type(model), name)
     _check_attention(type(model), name)
     if any(getattr(module, "is_causal", True) is False for module in model.modules()):
         raise _looks_ahead(name)
@@ -185,12 +225,6 @@ def check_switches(config: Mapping[str, Any], name: str) -> None:
 
 
 def _check_attention(model_class: Any, name: str) -> None:
-    if getattr(model_class, "_is_stateful", False):
-        raise UserError(
-            f"{name} ({model_class.__name__}) has layers that carry a state (linear attention, Mamba), not supported yet",
-            allowed="models whose layers are all softmax attention",
-            do=ANOTHER,
-        )
     # Not every class that can says so: StableLM's does not.
     if not (getattr(model_class, "_supports_attention_backend", False) or model_class._can_set_attn_implementation()):
         raise UserError(
@@ -217,17 +251,13 @@ def refuse_shared_rows(model: torch.nn.Module | PretrainedConfig | Mapping[str, 
         _refuse_by_config(model)
         return
     inner = unwrap(model)
-    over_tokens: list[str] = []
     for name, module in inner.named_modules():
-        known = _OVER_TOKENS.search(type(module).__name__) or isinstance(module, torch.nn.Conv1d | torch.nn.RNNBase)
-        # From the model down to the first such module that holds no other: that one is named.
-        if known and name.startswith(f"{over_tokens[-1]}." if over_tokens and over_tokens[-1] else ""):
-            over_tokens.append(name)
         if getattr(module, "is_causal", True) is False:
             raise _not_shared(type(inner).__name__, f"{name} ({type(module).__name__}), whose tokens see later ones")
-    if over_tokens:
-        module = inner.get_submodule(over_tokens[-1])
-        raise _not_shared(type(inner).__name__, f"{over_tokens[-1]} ({type(module).__name__})")
+    over_tokens = _over_tokens(inner)
+    if over_tokens is not None:
+        module = inner.get_submodule(over_tokens)
+        raise _not_shared(type(inner).__name__, f"{over_tokens} ({type(module).__name__})")
     _refuse_by_config(inner.config)
     placed = inner.__dict__.get("_megaspan")
     if placed is None:
@@ -254,15 +284,14 @@ def _refuse_dropout(model: PreTrainedModel, placed: Any) -> None:
 def _refuse_by_config(config: PretrainedConfig | Mapping[str, Any]) -> None:
     entries = config if isinstance(config, Mapping) else config.to_dict()
     name = str(entries.get("model_type", "unknown"))
-    types = entries.get("layer_types") or entries.get("layers_block_type") or ()
-    strange = sorted({str(layer) for layer in types} - set(EXACT_LAYERS) - {"attention"})
+    strange = sorted({str(layer) for layer in _layer_types(entries)} - set(EXACT_LAYERS) - {"attention"})
     if strange:
         raise _not_shared(name, f"layers of type {', '.join(strange)}")
     if entries.get("attention_chunk_size"):
         raise _not_shared(name, f"attention in chunks of {entries['attention_chunk_size']} tokens")
     check_layers(entries, name)
     if isinstance(config, PretrainedConfig) and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
-        check_class(type(config), name)
+        check_class(config, name)
 
 
 def _not_shared(name: str, layer: str) -> UserError:

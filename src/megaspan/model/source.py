@@ -107,7 +107,7 @@ def read_config(source: Source, *, trust_remote_code: bool) -> PretrainedConfig:
         raise unreadable(source, error) from error
     check_config(config.to_dict(), source.name)
     if not trust_remote_code:
-        check_class(type(config), source.name)
+        check_class(config, source.name)
     return config
 
 

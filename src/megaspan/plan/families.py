@@ -83,9 +83,9 @@ FAMILIES: dict[str, Family] = {
         norms=1, norm_tensors=(3, 1), qk_norm="each", qk_norm_tensors=(2, 0), qk_norm_key="use_qk_norm", tied=True
     ),
     "cohere2": Family(norms=1, norm_tensors=(3, 1), tied=True, window_every=4),
-    "phi3": Family(qkv_bias=False, out_bias=False, more_heads=(2, 1), streamed=False),
+    "phi3": Family(qkv_bias=False, out_bias=False, more_heads=(2, 1)),
     "smollm3": Family(mlp_bias="mlp_bias", tied=True, fused=True),
-    "glm4": Family(norms=4, norm_tensors=(4, 6), more_heads=(1, 0), out_bias=False, streamed=False),
+    "glm4": Family(norms=4, norm_tensors=(4, 6), more_heads=(1, 0), out_bias=False),
     "seed_oss": Family(out_bias="attention_out_bias", mlp_bias="mlp_bias", fused=True),
     "exaone4": Family(norm_tensors=(2, 3), qk_norm="head", qkv_bias=False, out_bias=False, window_every=4),
     "hunyuan_v1_dense": Family(qk_norm="head", fused=True),
