@@ -63,6 +63,14 @@ def test_held_out_data_is_looked_for_before_any_is_read(tmp_path, model_folder, 
         trainer(model_folder, tmp_path, None, eval_strategy="epoch", dataset_name=str(texts / name))
 
 
+def test_the_first_record_of_every_file_is_looked_at_before_rows(tmp_path, model_folder, no_rows, texts):  # noqa: F811
+    """The second file's column was missed when the first one was tokenised."""
+    (tmp_path / "b.jsonl").write_text('{"content": "a"}\n')
+    both = [{"path": str(texts / "file.txt")}, {"path": str(tmp_path / "b.jsonl")}]
+    with pytest.raises(UserError, match=r"b\.jsonl has no column 'text', only content"):
+        trainer(model_folder, tmp_path, None, datasets=both)
+
+
 def test_a_long_decay_is_not_refused_for_a_length_that_only_rows_tell(tmp_path):
     from megaspan.trainer.early import check_schedule
 

@@ -126,7 +126,10 @@ def test_a_checkpoint_that_does_not_tell_its_rate_is_made_longer(tmp_path):
         ({"seed": 9}, "seed was 3 and is 9; order was 3 and is 9"),
         ({"data_seed": 9}, "data_seed was null and is 9; order was 3 and is 9"),
         ({"train_sampling_strategy": "sequential"}, "order was 3 and is 'sequential'"),
-        ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps was 1 and is 2; rows_per_step was 1 and is 2"),
+        (
+            {"gradient_accumulation_steps": 2},
+            "steps was 1 and is 2; rows_per_step was 1 and is 2. Write gradient_accumulation_steps: 1, which",
+        ),
         ({"use_peft": True, "lora_alpha": 8}, "adapter was None and is .*'lora_alpha': 8"),
         ({"resume_from_checkpoint": "latest"}, "got 'latest'. Write resume_from_checkpoint: true for the newest checkpoint of"),
         ({"resume_from_checkpoint": "nowhere"}, "there is no checkpoint nowhere"),

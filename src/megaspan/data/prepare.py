@@ -16,15 +16,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megaspan.data.build import Preparation, check_lost, order_seed
-from megaspan.data.readers import Source
+from megaspan.data.readers import JsonLines, Source
 from megaspan.data.rows import Rows
 from megaspan.data.sources import Entry, Wish, open_entry, open_object
+from megaspan.data.tables import Parquet
 from megaspan.data.tokenise import tokenizer_hash
 from megaspan.data.tokenstore import FORMAT, alone, open_store
 from megaspan.human import UserError, format_seconds
 
 if TYPE_CHECKING:
     from megaspan.config import SFTConfig
+
+_LOOKED_INTO = 32  # files, of which the first record is read: milliseconds each
 
 
 def prepare_rows(
@@ -99,12 +102,13 @@ def open_data(
     *,
     eos_id: int | Any | None = ...,
 ) -> OpenData:
-    """Finds the data of one split and reads none of it: a run has no row made before all of its data is known to be there.
+    """Finds the data of one split and reads no more than first records: no row is made before all data is known to be there.
 
     Arguments as in `prepare_rows`.
 
     Raises:
-        UserError: no data or no such split, an end-of-text token that is none, a row too short, an illegal padding.
+        UserError: no data or no such split, a first record without the column, an end-of-text token that is none, a row too
+            short, an illegal padding.
     """
     if config.max_length < 2:
         what = "a row of one token has nothing to train: each token is predicted from those before it"
@@ -118,7 +122,11 @@ def open_data(
         )
     eos = _eos_id(config, tokenizer) if eos_id is ... else eos_id
     wish = _wish(config, split)
-    return OpenData(config, tokenizer, eos, wish.split, _open_sources(config, wish, dataset))
+    sources = _open_sources(config, wish, dataset)
+    for source in sources[:_LOOKED_INTO]:
+        if isinstance(source, JsonLines | Parquet):  # a wrong column would be found when all before it is tokenised
+            next(iter(source.documents()), None)
+    return OpenData(config, tokenizer, eos, wish.split, sources)
 
 
 def _eos_id(config: SFTConfig, tokenizer: Any | None) -> int | None:

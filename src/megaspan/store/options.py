@@ -51,18 +51,19 @@ def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def another_run(checkpoint: Path, differences: list[str], options: Mapping[str, Any]) -> UserError:
+def another_run(checkpoint: Path, differences: list[str], options: Mapping[str, Any], how: str | None = None) -> UserError:
     """The refusal of a resume, with the options that the checkpoint's run had otherwise and what to write.
 
     Args:
         checkpoint: the folder that cannot be continued from.
         differences: what is another, in words.
         options: those of this start that a difference can come from.
+        how: what makes it the same run again, where the caller knows; else the options as they were.
     """
     changed = changed_options(checkpoint.parent, options)
     told = [f"{name} was {as_yaml(before)} and is {as_yaml(now)}" for name, (before, now) in changed.items()]
     again = ", ".join(f"{name}: {as_yaml(before)}" for name, (before, _) in changed.items())
-    how = f"Write {again} as before" if again else "Resume with the settings of its run (config.yaml beside it)"
+    how = how or (f"Write {again} as before" if again else "Resume with the settings of its run (config.yaml beside it)")
     return UserError(
         f"{checkpoint} was made by another run: " + "; ".join(told + differences),
         do=f"{how}, or start anew without resume_from_checkpoint and with another output_dir",

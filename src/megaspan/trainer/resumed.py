@@ -90,8 +90,13 @@ def check_resume(args: SFTConfig, ranks_with_rows: int, *, own_adapter: bool) ->
     resolved = args.resolved()
     rows = {name: resolved[name] for name in _OF_THE_ROWS if name in resolved}
     others = store.changed_options(checkpoint.parent, rows)
-    if differences or others:
-        raise store.another_run(checkpoint, differences, run_options(args))
+    if not differences and not others:
+        return
+    how = None
+    windows, rest = divmod(saved.get("rows_per_step", 0), args.per_device_train_batch_size * ranks_with_rows)
+    if not others and not rest and windows and all(each.startswith("rows_per_step ") for each in differences):
+        how = f"Write gradient_accumulation_steps: {windows}, which makes it {saved['rows_per_step']} rows a step again"
+    raise store.another_run(checkpoint, differences, run_options(args), how)
 
 
 @dataclass(frozen=True)
