@@ -49,12 +49,12 @@ def test_an_output_is_worth_13_seconds_and_an_input_about_one() -> None:
 
 
 def test_copies_that_do_not_hide_are_waited_for() -> None:
-    """At a million tokens 23 s of copies hide behind half an hour; 2 s of moments in a backward of 4,096 tokens do not."""
+    """At a million tokens 23 s of copies hide behind half an hour; gradients in a backward of 1,024 tokens do not."""
     assert part(LONG, "waiting for the host link") == 0
     assert "run beside it" in seconds(LONG).note
-    short = replace(LONG, tokens=4096, masters=True, states=StatePlan("update", "host"))
-    assert part(short, "waiting for the host link") > 1
-    assert part(replace(short, states=StatePlan("update", "device")), "waiting for the host link") == 0
+    short = replace(LONG, tokens=1024, masters=True, states=StatePlan("host", "device"))
+    assert part(short, "waiting for the host link") > 0.05
+    assert part(replace(short, states=StatePlan()), "waiting for the host link") == 0
 
 
 @pytest.mark.parametrize(("place", "waits"), [("host", False), ("disk", True)])
@@ -83,4 +83,16 @@ def test_states_on_the_host_cross_the_link_once_each_way() -> None:
     assert both == pytest.approx(EIGHT.parameters * (4 + 2) / 53e9)
     masters = part(replace(LONG, masters=True, states=StatePlan("host", "host")), "optimizer")
     assert masters == pytest.approx(EIGHT.parameters * (12 + 4) / 53e9)
-    assert part(replace(LONG, states=StatePlan("update", "host")), "optimizer") == pytest.approx(here), "beside the backward"
+    # In the backward the computation waits: a layer's gradients are complete at once, and its parameters come one by one.
+    early = part(replace(LONG, states=StatePlan("update", "host")), "optimizer")
+    assert early == pytest.approx(here + 1.5 * EIGHT.parameters * 4 / 53e9)
+    assert part(replace(LONG, states=StatePlan("update", "device")), "optimizer") == pytest.approx(here)
+
+
+def test_the_sum_of_a_windows_gradients_is_waited_for() -> None:
+    """It comes to be added to, and goes, parameter by parameter; of one row each gradient goes beside the backward."""
+    away = replace(LONG, states=StatePlan("host", "device"))
+    name = "adding to the sum of gradients"
+    assert part(away, name) == part(replace(LONG, rows=4), name) == 0
+    assert part(replace(away, rows=4), name) == pytest.approx(2 * EIGHT.parameters * 2 / 53e9)
+    assert total(replace(away, rows=4)) > total(away)

@@ -177,7 +177,10 @@ def _update(facts: ModelFacts, s: Settings) -> SecondsPart:
     passes = (2 * states + 2 * count * s.compute_bytes + count * s.gradient_bytes) / _BANDWIDTH
     _, crossing = link_bytes(facts, s)
     if s.states.moments == "host" and s.states.gradients == "update":
-        return SecondsPart("optimizer", passes, "one pass, in the backward")
+        # A layer's parameters come one after the other, and the backward waits: for all on its way in, and for half of it on
+        # its way out, the last piece of each, before the next one comes (optimizer/conveyor.py).
+        formula = f"in the backward, which waits: 1.5 x {crossing / 1e9:.1f} GB over the link at 53 GB/s"
+        return SecondsPart("optimizer", passes + 1.5 * crossing / _LINK, formula)
     link = crossing / _LINK
     where = f", {crossing / 1e9:.1f} GB over the link at 53 GB/s each way" if crossing else ""
     return SecondsPart("optimizer", max(passes, link), f"one pass over {states / 1e9:.1f} GB of states{where}")
@@ -196,17 +199,18 @@ def _copies(facts: ModelFacts, s: Settings, policy: KeepPolicy, computed: float)
     stored = [policy.stored_again(segment) for segment in policy.segments] if policy.again == "host" else []
     again = sum(inputs * x + outputs * out for inputs, outputs in stored)
     away, gradients = size("host") + size("disk"), link_bytes(facts, s)[0]
-    states = link_bytes(facts, s)[1] if s.states.moments == "host" and s.states.gradients == "update" else 0
     reads = away + again
     if s.stream_back and s.streams:
         # Tiles of x are read in each phase, and once for each head group; O twice.
         inputs = sum(policy.below[place][-1][0] for place in ("host", "disk")) + sum(pair[0] for pair in stored)
         reads = 2 * reads + inputs * x * group_count(facts, s)
     forward, backward = computed * _FORWARD_SHARE, computed * (1 - _FORWARD_SHARE)
-    summed = gradients if s.rows > 1 else 0  # of the rows before, which comes back for each addition
-    there, back = away / _LINK, max(reads + states + summed, again + gradients + states) / _LINK
+    summed = 2 * gradients if s.rows > 1 else 0  # of the rows before: in for each addition, out before the next one's
+    there, back = away / _LINK, max(reads, again + (0 if summed else gradients)) / _LINK
     wait = max(0.0, there - forward) + max(0.0, back - backward)
     exposed = [SecondsPart("waiting for the host link", wait, "copies at 53 GB/s that the computation does not hide")]
+    formula = f"{summed / 1e9:.1f} GB over the link at 53 GB/s, which the backward waits for"
+    exposed.append(SecondsPart("adding to the sum of gradients", summed / _LINK, formula))
     disk = size("disk") / DISK
     if disk:
         wait = max(0.0, disk - forward) + max(0.0, disk - backward)
