@@ -129,10 +129,12 @@ def state_reasons(facts: ModelFacts, s: Settings, faster: Faster | None = None) 
         what = "gradients wait on the host for the norm of all of them"
         if s.rows > 1:
             what = f"the sum of {s.rows} rows' gradients waits on the host, and comes back to be added to"
-        each = "each" if s.rows > 1 else "the"
+        copies = f"{beside:.2g} s of copies beside the backward"
+        if s.rows > 1:
+            copies = f"{2 * beside:.2g} s that each backward waits for"
         chosen = faster is not None and faster.than.gradients != "host"
         why = gained if chosen else "on the device there is no room"
-        reasons.append(f"{what} ({beside:.2g} s of copies beside {each} backward): {why}")
+        reasons.append(f"{what} ({copies}): {why}")
         gained = "" if chosen else gained
     if s.states.moments == "host":
         masters = "fp32 masters and moments" if s.masters else "moments"
