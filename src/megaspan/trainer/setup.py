@@ -142,7 +142,10 @@ def set_up(
         together = min(args.per_device_train_batch_size, len(rows)) if axes is not None else 1
         longest = int(np.sort(rows.lengths)[-together:].sum())
         disk_room = -int(world.largest([-float(free_disk(args))])[0])  # of ranks elsewhere, and of another moment
-        plan = choose(args, loaded.facts, machine, longest=longest, sizes=sizes, disk_room=disk_room)
+        packed = None
+        if together > 1 or rows.packed:
+            packed = Share.of(loaded.model, device, ranks.mesh, axes, together).packed(rows, loaded.facts)
+        plan = choose(args, loaded.facts, machine, longest=longest, sizes=sizes, disk_room=disk_room, packed=packed)
         world.same_everywhere("the plan", _digest(plan))
         prepare(loaded.model, args, plan)
         placed = levers(loaded.model)
