@@ -18,7 +18,7 @@ from megaspan import world
 from megaspan.config import SFTConfig
 from megaspan.human import UserError, UserErrors
 from megaspan.world import launchfile
-from megaspan.world.dropped import SECTIONS, UNUSED, launch_file
+from megaspan.world.dropped import SECTIONS, UNUSED, launch_file, launch_flags
 from megaspan.world.launchfile import KEYS, READ_AS_NUMBERS_OR_NAMES
 
 # What accelerate 1.15 sets for the FSDP2 file of TRL, with cp_size 8.
@@ -294,6 +294,32 @@ def test_what_accelerate_drops_is_refused_by_its_name(monkeypatch):
     monkeypatch.setattr(launchfile, "launch_file", lambda: GUIDE)
     world.refuse_launch(FSDP2)
     assert not launchfile.wants_cpu(FSDP2)
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--gradient_clipping 0.5", "--gradient_clipping .* an option of the run; got '0.5'. Write max_grad_norm in"),
+        ("--gradient_accumulation_steps=4", "--gradient_accumulation_steps .*got '4'"),
+        ("--fsdp_offload_params true", "--fsdp_offload_params .*got 'true'. Write offload_optimizer: true"),
+        ("--parallelism-config-cp-size 2", "--parallelism_config_cp_size without .*; got '2'. Write cp_size: 2"),
+        ("--gradient_accumulation_steps 1 --num_processes 2 --mixed_precision bf16 --fsdp_offload_params false", None),
+        ("script.py --gradient_clipping 0.5", None),
+    ],
+)  # fmt: skip
+def test_a_flag_of_accelerate_that_reaches_no_rank_is_refused(tmp_path, monkeypatch, flags, sentence):
+    """accelerate reads it for DeepSpeed alone and drops it elsewhere: gradients were clipped at 1.0 all the same."""
+    parent = parent_with(tmp_path, {}, "python", "/bin/accelerate", "launch", *flags.split(), "script.py")
+    typed = launch_flags(parent, tmp_path)
+    monkeypatch.setattr(launchfile, "launch_flags", lambda: typed)
+    alone = {"ACCELERATE_MIXED_PRECISION": "no"}
+    if sentence is None:
+        world.refuse_launch(alone)
+        return
+    with pytest.raises(UserErrors, match=sentence) as caught:
+        world.refuse_launch(alone)
+    assert len(caught.value.errors) == 1
+    assert launch_flags(parent, tmp_path / "elsewhere") == {}
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ defaults of accelerate change what the others mean. Sections and behaviour are t
 from __future__ import annotations
 
 import os
+from argparse import ArgumentParser, Namespace
 from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -60,20 +61,44 @@ def _config_file(words: list[str]) -> str | None:
 
     A script may have a `--config_file` too, so accelerate's own parser is asked where its options end and the script begins.
     """
-    start = next((place for place, word in enumerate(words) if place and _is_accelerate(word)), None)
-    if start is None:
+    if (found := _parsed(words)) is None:
         return None
     from accelerate.commands.config import default_config_file
-    from accelerate.commands.launch import launch_command_parser
 
-    own = words[start + 1 :]
-    try:
-        given = launch_command_parser().parse_args(own[1:] if own[:1] == ["launch"] else own)
-    except SystemExit:  # nothing that accelerate would have started
-        return None
+    _, given = found
     if given.config_file is None and not given.cpu and os.path.isfile(default_config_file):
         return str(default_config_file)  # what `accelerate config` has written
     return None if given.config_file is None else str(given.config_file)
+
+
+def _parsed(words: list[str]) -> tuple[ArgumentParser, Namespace] | None:
+    """Accelerate's parser and what it reads in a command line of its own; None for any other command."""
+    start = next((place for place, word in enumerate(words) if place and _is_accelerate(word)), None)
+    if start is None:
+        return None
+    from accelerate.commands.launch import launch_command_parser
+
+    own, parser = words[start + 1 :], launch_command_parser()
+    try:
+        return parser, parser.parse_args(own[1:] if own[:1] == ["launch"] else own)
+    except SystemExit:  # nothing that accelerate would have started
+        return None
+
+
+def launch_flags(parent: int | None = None, proc: Path = Path("/proc")) -> dict[str, str]:
+    """The flags that the parent process was given as accelerate, by name, but for those at accelerate's default.
+
+    Of some, `--gradient_clipping` for one, nothing reaches the ranks: it is for DeepSpeed alone.
+    """
+    place = proc / str(os.getppid() if parent is None else parent)
+    try:
+        found = _parsed((place / "cmdline").read_text().removesuffix("\0").split("\0"))
+    except (OSError, ValueError):
+        return {}
+    if found is None:
+        return {}
+    parser, given = found
+    return {name: str(value) for name, value in vars(given).items() if value is not None and value != parser.get_default(name)}
 
 
 def _is_accelerate(word: str) -> bool:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from megaspan.config.parallel import AXES
 from megaspan.human import UserError, UserErrors
-from megaspan.world.dropped import dropped, launch_file
+from megaspan.world.dropped import dropped, launch_file, launch_flags
 from megaspan.world.launched import launch
 
 if TYPE_CHECKING:
@@ -130,6 +130,7 @@ def _refused(environ: Mapping[str, str]) -> Iterator[UserError]:
     if started.by == "accelerate launch":
         yield from dropped(launch_file(), set(NAMES), list(NAMES))
         yield from _alone(launch_file(), started.world_size, environ)
+        yield from _typed_in_vain(launch_flags(), environ)
     known = {key.variable for key in KEYS} | set(READ_AS_NUMBERS_OR_NAMES)
     for variable in environ:
         if variable.startswith(FAMILIES) and variable not in known:
@@ -156,6 +157,19 @@ def _alone(said: Mapping[str, Any], ranks: int, environ: Mapping[str, str]) -> I
                 got=size,
                 do=fsdp2_lines(environ),
             )
+
+
+def _typed_in_vain(typed: Mapping[str, str], environ: Mapping[str, str]) -> Iterator[UserError]:
+    """Flags of `accelerate launch` that ask for something and reach no rank (`--gradient_clipping`: under DeepSpeed alone)."""
+    for key in KEYS:
+        value = typed.get(key.name)
+        if value is not None and key.variable not in environ and value.lower() not in (*key.passes, "none"):
+            yield UserError(f"accelerate drops its flag --{key.name} without a word: {key.why}", got=value, do=key.do)
+    for axis in AXES:
+        size = typed.get(name := f"parallelism_config_{axis}_size", "1")
+        if size != "1" and f"{PREFIX}{axis.upper()}_SIZE" not in environ:
+            do = f"Write {axis}_size: {size} in the options of the run"
+            yield UserError(f"accelerate drops its flag --{name} without --use_parallelism_config", got=size, do=do)
 
 
 def _other_engine(environ: Mapping[str, str]) -> str | None:
