@@ -93,6 +93,14 @@ def test_the_digest_is_of_what_decides_the_order_of_calls(tmp_path, model_folder
     assert len(set(digests[1:])) == 1 + len(changes)
 
 
+def test_the_plan_knows_the_documents_of_packed_rows(tmp_path, model_folder) -> None:
+    packed = {"packing": True, "packing_strategy": "bfd", "max_length": 64, "eos_token": None}
+    run = trainer(model_folder, tmp_path, documents([64, 40, 20, 4, 30, 30]), max_steps=1, **packed)
+    assert run._job.plan.documents == 1  # the row of one document has most attention
+    run = trainer(model_folder, tmp_path / "short", documents([40, 20, 4, 30, 30]), max_steps=1, **packed)
+    assert run._job.plan.documents == 3
+
+
 @pytest.mark.parametrize(
     ("sizes", "device", "batch", "windows", "said"),
     [
