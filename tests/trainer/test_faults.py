@@ -23,10 +23,10 @@ from megaspan.attention.context import RowContext, RowRanks
 from megaspan.attention.layout import lay_out
 from megaspan.attention.mask import Mask
 from megaspan.data import Row
+from megaspan.data.prepare import OpenData
 from megaspan.human import UserError
 from megaspan.model import prepare, wrap_lora
 from megaspan.model.shard import shard
-from megaspan.trainer import setup
 from megaspan.trainer.share import Share
 from megaspan.world.axes import Mesh, device_axes
 from tests.data import given
@@ -112,8 +112,8 @@ def test_nothing_of_a_row_is_as_large_as_a_mask(lengths: tuple[int, ...]) -> Non
 def test_text_is_prepared_before_ranks_wait_for_each_other(tmp_path, model_folder, monkeypatch) -> None:
     """R82: while one rank tokenises, there is no process group yet whose timeout could end the others."""
     order: list[str] = []
-    rows, connect = setup.prepare_rows, world.Ranks.connect
-    monkeypatch.setattr(setup, "prepare_rows", lambda *args, **more: order.append("rows") or rows(*args, **more))
+    rows, connect = OpenData.rows, world.Ranks.connect
+    monkeypatch.setattr(OpenData, "rows", lambda *args, **more: order.append("rows") or rows(*args, **more))
     monkeypatch.setattr(world.Ranks, "connect", lambda self: order.append("connect") or connect(self))
     monkeypatch.setattr(world, "same_everywhere", lambda name, digest: order.append(name))
     trainer(model_folder, tmp_path, documents([40, 30]), eval_dataset=documents([20]), eval_strategy="epoch", max_steps=1)
