@@ -113,7 +113,7 @@ def scale_mlp(layer):
         (scale_mlp, "Scaled fused differs from its own code"),
         (lambda layer: layer.mlp.register_forward_hook(lambda *_: None), "Qwen3MLP fused is hooked or patched"),
         (lambda layer: layer.self_attn.q_norm.register_forward_pre_hook(lambda *_: None), "Qwen3Attention fused is hooked"),
-        (lambda layer: layer.self_attn.add_module("gate", torch.nn.Identity()), "Qwen3Attention has other parts"),
+        (lambda layer: layer.self_attn.add_module("rotary_emb", torch.nn.Identity()), "Qwen3Attention has other parts"),
         (lambda layer: setattr(layer.mlp, "act_fn", torch.nn.Mish()), "Qwen3MLP has an activation that is not known"),
     ],
 )
