@@ -125,7 +125,7 @@ def test_packing_that_a_model_cannot_have_is_refused(tmp_path) -> None:
     model: Any = tiny("qwen3", vocab_size=320)
     model.model.layers[1].mlp = Shifted(model.model.layers[1].mlp)
     packed = {"packing": True, "packing_strategy": "bfd", "eos_token": None}
-    with pytest.raises(UserError, match=r"model\.layers\.1\.mlp \(Shifted\).* packing_strategy: wrapped"):
+    with pytest.raises(UserError, match=r'model\.layers\.1\.mlp \(Shifted\).* packing_strategy="wrapped"'):
         trainer(copy.deepcopy(model), tmp_path / "packed", documents([20, 9, 5]), **packed)
     trainer(model, tmp_path / "joined", documents([20, 9, 5]), packing=True)
 

@@ -70,7 +70,7 @@ def test_resuming_with_other_settings_names_the_difference(tmp_path, model_folde
     with pytest.raises(UserError, match=r"made by another run: the data is not the same\. Resume with the settings"):
         trainer(model_folder, tmp_path, DATA[:3], max_steps=2, save_strategy="steps", save_steps=1).train(True)
     sentence = (
-        r"another run: max_length was 40 and is 30; the data is not the same\. Write max_length: 40 as before, or start anew"
+        r"another run: max_length was 40 and is 30; the data is not the same\. Write max_length=40 as before, or start anew"
     )
     with pytest.raises(UserError, match=sentence):
         trainer(model_folder, tmp_path, DATA, max_length=30, max_steps=2, save_strategy="steps", save_steps=1).train(True)

@@ -119,8 +119,8 @@ def test_a_checkpoint_that_does_not_tell_its_rate_is_made_longer(tmp_path):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"max_length": 30}, r"made by another run: max_length was 40 and is 30\. Write max_length: 40 as before"),
-        ({"packing": True}, r"packing was false and is true.*Write packing: false"),
+        ({"max_length": 30}, r"made by another run: max_length was 40 and is 30\. Write max_length=40 as before"),
+        ({"packing": True}, r"packing was false and is true.*Write packing=False"),
         ({"overlong": "drop"}, "overlong was split and is drop"),
         ({"max_rows": 3}, "max_rows was null and is 3"),
         ({"seed": 9}, "seed was 3 and is 9; order was 3 and is 9"),
@@ -128,10 +128,10 @@ def test_a_checkpoint_that_does_not_tell_its_rate_is_made_longer(tmp_path):
         ({"train_sampling_strategy": "sequential"}, "order was 3 and is 'sequential'"),
         (
             {"gradient_accumulation_steps": 2},
-            "steps was 1 and is 2; rows_per_step was 1 and is 2. Write gradient_accumulation_steps: 1, which",
+            "steps was 1 and is 2; rows_per_step was 1 and is 2. Write gradient_accumulation_steps=1, which",
         ),
         ({"use_peft": True, "lora_alpha": 8}, "adapter was None and is .*'lora_alpha': 8"),
-        ({"resume_from_checkpoint": "latest"}, "got 'latest'. Write resume_from_checkpoint: true for the newest checkpoint of"),
+        ({"resume_from_checkpoint": "latest"}, "got 'latest'. Write resume_from_checkpoint=True for the newest checkpoint of"),
         ({"resume_from_checkpoint": "nowhere"}, "there is no checkpoint nowhere"),
     ],
 )

@@ -22,7 +22,7 @@ from megaspan.attention.choose import KernelChoice
 from megaspan.config import SFTConfig
 from megaspan.config.defaults import differing_defaults
 from megaspan.data import Rows, prepare_rows
-from megaspan.human import format_bytes, format_seconds, format_tokens
+from megaspan.human import fitted, format_bytes, format_seconds, format_tokens, terminal_width
 from megaspan.layers.shards import compute_dtype
 from megaspan.model import Levers, LoadedModel, check_token_ids, levers
 from megaspan.model.shard import reset
@@ -387,4 +387,4 @@ def launch_lines(dtype: torch.dtype) -> list[Line]:
 def say(ranks: world.Ranks, text: str) -> None:
     """Prints a line on stderr, on the rank that speaks."""
     if ranks.speaks:
-        print(text, file=sys.stderr, flush=True)
+        print(fitted(text, terminal_width(sys.stderr)), file=sys.stderr, flush=True)

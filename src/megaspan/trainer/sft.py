@@ -22,6 +22,7 @@ from transformers.trainer_utils import TrainOutput
 
 from megaspan import store, world
 from megaspan.config import SFTConfig
+from megaspan.config.spelling import for_python
 from megaspan.human import UserError
 from megaspan.optimizer import Optimizer
 from megaspan.report import Line, Metrics, Progress, plot_run, print_header
@@ -57,6 +58,7 @@ class SFTTrainer:
     _rows_folder: Path | None = None  # of prepared rows, where they are not to be found again
     _draws = True  # plots.png when the training is done; the verb draws it when the model is saved
 
+    @for_python()
     def __init__(
         self,
         model: str | Path | PreTrainedModel | None = None,
@@ -111,6 +113,7 @@ class SFTTrainer:
         check_callback(callback)
         self._callbacks.handler.add_callback(callback)
 
+    @for_python()
     def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainOutput:
         """Trains to the last step, saving checkpoints on the way.
 
