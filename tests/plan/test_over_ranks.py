@@ -26,6 +26,7 @@ from megaspan.attention.kernel import Kernel, Scoring
 from megaspan.attention.layout import lay_out
 from megaspan.attention.mask import Mask
 from megaspan.attention.onway import OnTheWay
+from megaspan.attention.planned import packed_row
 from megaspan.attention.rehearsal import StandIn
 from megaspan.attention.slices import plan_slices
 from megaspan.layers.dials import LayerPlan
@@ -225,6 +226,20 @@ def test_a_packed_row_holds_no_more_than_a_plain_one(layer: Layer, documents: tu
         planned = bytes_of(backward_group(facts_of(layer), settings_of(layer)))
     # Shards of packed rows are not quite equal, and a few documents may have tiles of their own.
     assert max(held(layer, rank, documents) for rank in ranks_of(layer)) <= 1.01 * planned
+
+
+@pytest.mark.parametrize("documents", [*DOCUMENTS[:5], (700, 900, 1200, 800, 1500, 900, 1100, 1092)], ids=len)
+@pytest.mark.parametrize("layer", [*LAYERS[8:10], Layer(4, 1, 16, 8, 2, 1000), Layer(8, 1, 16, 4, 4, 100)], ids=str)
+def test_windows_of_cut_documents_are_counted_where_rows_are_there(layer: Layer, documents: tuple[int, ...]) -> None:
+    """Each document that is cut brings halos: up to half as much again as a plain row's group holds."""
+    facts, s, layout = facts_of(layer), settings_of(layer), lay_out(documents, layer.cp)
+    with patch.object(over_ranks, "CAST_ELEMENTS", CAST):
+        planned = bytes_of(backward_group(facts, replace(s, packed=packed_row(layout, facts))))
+        unknown = bytes_of(backward_group(facts, replace(s, packs=True)))
+        assert planned >= 0.999 * bytes_of(backward_group(facts, s))
+    most = max(held(layer, rank, documents) for rank in ranks_of(layer))
+    assert most <= 1.01 * planned
+    assert most <= 1.01 * unknown
 
 
 @pytest.mark.parametrize("documents", DOCUMENTS[-4:], ids=lambda documents: f"{len(documents)} documents")

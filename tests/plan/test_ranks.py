@@ -53,7 +53,7 @@ def test_a_rank_has_its_part_of_row_and_states_and_the_keys_of_all() -> None:
     # Keys in the order of the calls, dk and dv, the kernel's sums of them in fp32; the next group's pool, and what is sent for
     # it; sums in fp32 of the group before, and this rank's part of all ranks'. Of a key that is copied its place, too.
     each = 2 + 2 + 4 + 2 * (1 + 1 / 8) + 4 * (1 + 1 / 8)
-    assert found["one layer: keys of all ranks, their gradients"] == (1 << 20) * (width * each + 8)
+    assert found["one layer: keys of all ranks, their gradients"] == (1 << 20) * (width * each + 4)
     inputs = sum(part.bytes for part in made.parts if part.name == "layer inputs, pinned")
     assert inputs % (t * 4096 * 2) == 0
     assert 20 * GIB < made.device_bytes < 56 * GIB, "another trainer's run of this row took 56.2 GB"

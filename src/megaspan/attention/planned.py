@@ -10,6 +10,7 @@ import numpy as np
 from megaspan.attention.layout import TokenLayout
 from megaspan.attention.mask import Mask
 from megaspan.attention.placement import WHOLE
+from megaspan.attention.slices import plan_slices
 from megaspan.plan.facts import ModelFacts
 from megaspan.plan.packed import PackedRow
 
@@ -23,4 +24,12 @@ def packed_row(layout: TokenLayout, facts: ModelFacts) -> PackedRow:
     """
     spans = {facts.span(layer) for layer in range(facts.layers)}
     cut = np.unique(layout.pieces.document[layout.pieces.part != WHOLE])
-    return PackedRow.of(layout.lengths.tolist(), {span: max(layout.visible_pairs(Mask(span))) for span in spans}, len(cut))
+    windows = sorted(span for span in spans if span is not None) if layout.cp_size > 1 else []
+    pairs = {span: max(layout.visible_pairs(Mask(span))) for span in spans}
+    return PackedRow.of(layout.lengths.tolist(), pairs, len(cut), tuple((span, *_halo(layout, span)) for span in windows))
+
+
+def _halo(layout: TokenLayout, span: int) -> tuple[int, int]:
+    """Tokens of the largest pool of any rank, and of the most keys that one copies from it."""
+    found = [plan_slices(layout, Mask(span), rank) for rank in range(layout.cp_size)]
+    return max(each.exchange.pool_tokens for each in found), max(each.keys.total for each in found)

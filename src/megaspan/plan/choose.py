@@ -219,6 +219,7 @@ def choose(
         (free_disk(config) if disk_room is None else disk_room) // machine.host_ranks,
     )
     wished = replace(_settings(config, facts, longest or config.max_length, gpu), ranks=sizes, packed=packed)
+    wished = replace(wished, packs=packed is None and config.packing and config.packing_strategy == "bfd")
     states = allowed_states(config, wished)
     found = fit(facts, wished, limits, states)
     s, used = found.settings, found.used
@@ -373,7 +374,7 @@ def _reasons(
             f"loss in tiles of {format_tokens(s.loss_tile)} tokens: the most whose logits take at most 1.25 GiB, up to 2,048, "
             "where the product outweighs the pass over the head's gradient"
         )
-    if (told := packed_reason(config, facts, s)) is not None:
+    if (told := packed_reason(facts, s)) is not None:
         reasons.append(told)
     if s.checkpoint:
         reasons += layer_reasons(facts, s, used)

@@ -110,6 +110,8 @@ def keys_of(s: Settings, span: int | None, rank: int) -> Keys:
 
     A shard is two chunks of 2 x cp, from the front and from the back of the row; the last rank's two are one piece.
     """
+    if s.packs:
+        span = None  # documents that are cut bring halos of their own: how many is known when rows are
     cp, shard = s.ranks.cp, s.slots * s.ranks.sp
     chunk, pool = -(-shard // 2), _pool_tokens(s, span)
     gathered = pool == cp * shard
@@ -126,9 +128,19 @@ def keys_of(s: Settings, span: int | None, rank: int) -> Keys:
     # Where the back's keys begin with the row, the front's are among them.
     one = (2 * cp - 1 - rank) * chunk <= reach
     copied = calls[0][1] if one else sum(keys for _, keys in calls)
+    if span is not None and s.packed is not None:
+        return _packed_keys(s.packed.halo(span), Keys(pool if gathered else shard + halo, copied, calls, shard, shard), shard)
     if gathered:
         return Keys(pool, copied, calls, shard, shard)
     return Keys(shard + halo, copied, calls, halo, halo)
+
+
+def _packed_keys(found: tuple[int, int], plain: Keys, shard: int) -> Keys:
+    """Keys of a packed row in layers with windows, where they are more than a plain one's: more halos, in the same calls."""
+    pool, copied = max(found[0], plain.pool), max(found[1], plain.copied)
+    calls = tuple((share, round(seen * copied / plain.copied)) for share, seen in plain.calls)
+    travels = min(shard, pool - shard)
+    return Keys(pool, copied, calls, travels, travels)
 
 
 def forward_group(facts: ModelFacts, s: Settings) -> list[Part]:

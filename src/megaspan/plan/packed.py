@@ -31,19 +31,28 @@ class PackedRow:
         typical: tokens of a document, the mean of their logarithms by pairs.
         pairs: of each kind of layer the span (None for all tokens before) and the visible pairs of the rank that has most.
         cut: documents whose tokens lie on several ranks.
+        halos: of each kind of layer with a window, on several ranks: tokens of the largest pool of keys, and of those that are
+            copied from it. Each document that is cut brings halos of its own.
     """
 
     documents: int
     typical: float
     pairs: tuple[tuple[int | None, int], ...]
     cut: int = 0
+    halos: tuple[tuple[int, int, int], ...] = ()
 
     @classmethod
-    def of(cls, lengths: Sequence[int], pairs: Mapping[int | None, int], cut: int = 0) -> PackedRow:
+    def of(
+        cls, lengths: Sequence[int], pairs: Mapping[int | None, int], cut: int = 0, halos: tuple[tuple[int, int, int], ...] = ()
+    ) -> PackedRow:
         """From the tokens of each document, and the fullest rank's pairs."""
         squares = [length**2 for length in lengths]
         mean = sum(square * math.log(length) for square, length in zip(squares, lengths, strict=True)) / sum(squares)
-        return cls(len(lengths), math.exp(mean), tuple(sorted(pairs.items(), key=lambda item: item[0] or 0)), cut)
+        return cls(len(lengths), math.exp(mean), tuple(sorted(pairs.items(), key=lambda item: item[0] or 0)), cut, halos)
+
+    def halo(self, span: int) -> tuple[int, int]:
+        """Tokens in the pool of the layers that see `span` tokens, and those copied from it; 0 where nothing travels."""
+        return next(((pool, copied) for window, pool, copied in self.halos if window == span), (0, 0))
 
     def flops(self, facts: ModelFacts, layer: int, sp: int) -> float:
         """Of one layer's attention forward on a rank, one of `sp` that share its heads: two products for each pair."""

@@ -66,6 +66,7 @@ class Settings:
         adapter_inputs: input channels of the adapted projections of one layer.
         ranks: who shares row and states.
         packed: the documents of the longest row, where they are known and do not see each other.
+        packs: rows will hold such documents, and which is not known yet.
     """
 
     tokens: int
@@ -90,6 +91,7 @@ class Settings:
     adapter_inputs: int = 0
     ranks: RankSizes = field(default_factory=RankSizes)
     packed: PackedRow | None = None
+    packs: bool = False
 
     @cached_property
     def slots(self) -> int:

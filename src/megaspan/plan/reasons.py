@@ -7,7 +7,6 @@ the shortage costs: an output that is computed again is 13 s of a layer at a mil
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from megaspan.human import format_bytes, format_seconds, format_tokens
 from megaspan.plan.cost import Memory, memory
@@ -19,9 +18,6 @@ from megaspan.plan.states import Faster
 from megaspan.plan.streamed import input_bytes, output_bytes
 from megaspan.plan.weights import gradients_pass, link_bytes, whole_gradients
 
-if TYPE_CHECKING:
-    from megaspan.config import SFTConfig
-
 RATED = "an H200"
 """The GPU whose rates are known."""
 _WHERE: dict[Place, str] = {"device": "on the device", "host": "on the host", "disk": "on disk"}
@@ -32,16 +28,16 @@ def where(place: Place) -> str:
     return _WHERE[place]
 
 
-def packed_reason(config: SFTConfig, facts: ModelFacts, s: Settings) -> str | None:
+def packed_reason(facts: ModelFacts, s: Settings) -> str | None:
     """What is said of rows of several documents that do not see each other; None where there are none."""
     if s.packed is not None:
         return (
             f"the row with most attention holds {s.packed.documents:,} documents that do not see each other: seconds are those "
             "of their lengths, bytes those of a row of one document, which holds no less"
         )
-    if not (config.packing and config.packing_strategy == "bfd"):
+    if not s.packs:
         return None
-    windows = "; layers with windows hold up to a tenth more keys" if s.ranks.cp > 1 and facts.window else ""
+    windows = " (of layers with windows as if they saw all keys)" if s.ranks.cp > 1 and facts.window else ""
     return (
         f"rows will hold several documents: bytes and seconds are those of a row of one document, which holds no less{windows}"
         ", and takes longer (a run counts the seconds of its rows when they are there)"
