@@ -243,6 +243,8 @@ class _Watch(TrainerCallback):
 
         def on_layer(phase: str, index: int) -> None:
             self._reach(f"{phase} of layer {index + 1} of {self._layers}")
+            for each in self.stand_ins:
+                each.reads = phase == "backward"
             if inner is not None:
                 inner(phase, index)
 

@@ -85,6 +85,7 @@ def test_few_layers_run_with_dials_that_are_given(tmp_path: Path, capsys, kind, 
         "layer_tile_tokens": 40,
         "kv_heads_per_call": 1,
         "stream_back": True,
+        "project_ahead": True,
         "again": "host",
         "attends": "host",
     }
@@ -92,7 +93,7 @@ def test_few_layers_run_with_dials_that_are_given(tmp_path: Path, capsys, kind, 
     case.run_megaspan(CASE | {"layers": 3, "dials": dials | {"states": states}}, tmp_path)
     ((plan, of_job),) = seen
     assert plan is of_job
-    assert (plan.layer_tile_tokens, plan.kv_heads_per_call, plan.stream_back) == (40, 1, True)
+    assert (plan.layer_tile_tokens, plan.kv_heads_per_call, plan.stream_back, plan.project_ahead) == (40, 1, True, True)
     assert [case.kind_of(keep) for keep in plan.keep.layers[1:]] == [kind] * 2
     assert plan.keep.layers[0].input == "host"
     assert case.dials_of(plan, kind) == dials | {"states": states}

@@ -1,4 +1,4 @@
-"""On a GPU: a head group that is projected beside attention of the one before changes no bit, and its copies are hidden.
+"""On a GPU: a head group that is projected beside attention of the one before changes no bit, and attention hides its copies.
 
 `python3 -m pytest tests/gpu/test_ahead.py -m gpu -s` prints what it measures; about a minute on an H200.
 """
@@ -56,8 +56,9 @@ def test_no_bit_changes(name: str) -> None:
 
 
 def test_copies_are_hidden() -> None:
-    """Of each layer's input, read once for each head group, attention hides all but what the first one needs."""
-    tokens, bare, peaks = 131_072, {}, {}
+    """Each layer's input is read for each head group; what stays bare are the ends of the step, with nothing beside them."""
+    torch._dynamo.reset()  # another test's models have used up the compilations of one function
+    tokens, groups, bare, peaks = 131_072, 4, {}, {}
     model = qwen3(LAYERS, HIDDEN, 9728, 32)
     install(model)
     for ahead in (False, True):
@@ -78,4 +79,5 @@ def test_copies_are_hidden() -> None:
         )
         streaming.remove()
         torch.cuda.empty_cache()
-    assert bare[True] < 0.3 * bare[False]
+    read = LAYERS * groups * tokens * HIDDEN * 2 / 53e9
+    assert bare[False] - bare[True] > 0.5 * read

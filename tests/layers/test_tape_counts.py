@@ -128,8 +128,9 @@ def check(step: Step, policy: KeepPolicy) -> None:
     for at, live in found.device.items():
         if at.name != "between":
             plan = planned(step, policy, at)
-            assert live <= plan, f"{at}: {live / step.input:.3f} inputs on the device, {plan / step.input:.3f} planned"
-            assert live >= plan - loose(step, policy, at), f"{at}: {live / step.input:.3f} inputs, {plan / step.input:.3f} planned"
+            told = f"{at}: {live / step.input:.3f} inputs on the device, {plan / step.input:.3f} planned"
+            assert live <= plan, told
+            assert live >= plan - loose(step, policy, at), told
     # The arena hands out whole pages.
     groups = KV_HEADS // (step.s.kv_heads_per_call or KV_HEADS)
     out, sums = 2 * step.input // groups, (step.output - 2 * step.input) // groups

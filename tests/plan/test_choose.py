@@ -24,7 +24,7 @@ from megaspan.plan.keep import KeepPolicy
 from megaspan.plan.parts import Settings
 from megaspan.plan.seconds import step_seconds
 from megaspan.plan.states import StatePlan, state_plans
-from megaspan.plan.step import Step
+from megaspan.plan.step import CONTEXT_BYTES, Step
 
 GIB = 2**30
 H200 = Machine("NVIDIA H200", 139 * GIB, 128 * GIB, 16)
@@ -113,7 +113,9 @@ def test_dials_are_turned_from_the_cheapest() -> None:
     assert tight.fits
     assert tight.kv_heads_per_call is not None
     assert tight.stream_back
-    assert (tight.keep.outputs, tight.keep.runs_again) == (36, 0), "the host holds what it held"
+    assert tight.keep.outputs == 36
+    assert tight.project_ahead
+    assert tight.keep.runs_again <= 1, "the host holds what it held, but for the room of the heads that are made ahead"
     assert any("KV heads a call" in reason for reason in tight.reasons)
     segments = plan(tokens="256k", memory_limit="60GiB", host_memory="80GiB")
     assert segments.fits
@@ -126,9 +128,9 @@ def test_dials_are_turned_from_the_cheapest() -> None:
     assert little.host_bytes <= 50 * GIB
     assert "for want of room" in little.summary
     assert roomy.summary.startswith("every layer keeps its input and attention's output")
-    seconds = [each.seconds.total or 0 for each in (roomy, segments, tight, little)]
+    seconds = [each.seconds.total or 0 for each in (roomy, tight, segments, little)]
     assert seconds[0] > 0
-    assert seconds == sorted(seconds), "30 layers' token-wise work cost less than reading inputs in tiles for each head group"
+    assert seconds == sorted(seconds), "inputs read in tiles beside attention cost less than 30 layers' token-wise work"
 
 
 def test_what_fits_on_the_device_stays_there_before_anything_is_computed_twice() -> None:
@@ -259,6 +261,23 @@ def test_limits_say_where_they_come_from() -> None:
     assert "of 128.0 GiB (cgroup limit)" in plan(machine=machine).render()
 
 
+def test_heads_are_projected_ahead_where_their_input_comes_by_tiles_and_there_is_room() -> None:
+    """4B at 262,144 tokens in 40 GiB on an H200, as measured there: 3 s of copies less, for 0.6 GB beside attention."""
+    made = plan("256k", memory_limit="40GiB", host_memory="120GiB", dtype="bfloat16")
+    assert made.fits
+    assert made.stream_back
+    assert made.project_ahead
+    assert any("made of it while these are attended" in reason for reason in made.reasons)
+    assert not any(part.name == "fetching by tiles" for part in made.seconds.parts), "every output is kept: none is waited for"
+    assert made.as_dict()["project_ahead"] is True
+    context = next(part for part in made.parts if part.name == "CUDA context")
+    assert context.bytes > CONTEXT_BYTES, "tiles on a stream of their own"
+    assert not plan("256k", dtype="bfloat16").project_ahead, "what comes back whole comes a layer ahead"
+    tight = plan(str(made.longest_row), memory_limit="40GiB", host_memory="120GiB", dtype="bfloat16")
+    assert tight.fits
+    assert not tight.project_ahead, "the longest row has no room for it"
+
+
 def test_the_table_of_what_is_kept_names_every_layer_once() -> None:
     made = plan("1M", model="qwen3-8b", memory_limit="80GiB", host_memory="128GiB")
     rows = made.kept
@@ -270,7 +289,7 @@ def test_the_table_of_what_is_kept_names_every_layer_once() -> None:
     assert sum(row[2] for row in rows) == inputs * x + made.keep.outputs * out
     text = made.render()
     assert "What is kept for the backward" in text
-    assert re.search(r"layers 1-\d+ +input of layer 1 on the (host|device)", text)
+    assert re.search(r"layers 1-\d+.* input of (layer 1|the first of each) on the (host|device)", text)
     assert json.loads(json.dumps(made.as_dict()))["segments"] == [len(segment) for segment in made.keep.segments]
     few = plan(tokens=4096).kept
     assert [row[0] for row in few] == ["layers 1-36"]
@@ -496,7 +515,7 @@ def test_a_search_computes_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     made, own = [], Step.__init__
     monkeypatch.setattr(Step, "__init__", lambda self, *given: (made.append(1), own(self, *given))[1])
     assert plan("1M", model="qwen3-8b", memory_limit="80GiB", host_memory="128GiB").keep.runs_again
-    assert len(made) <= 180
+    assert len(made) <= 220
 
 
 @settings(max_examples=30, deadline=None)
@@ -552,7 +571,7 @@ def test_fewer_heads_a_call_fit_where_more_do(host: int) -> None:
     states = tuple(state_plans(gpu=True, clips=True, rows=1, adapter=False, offload_optimizer=None))
     found = fit(facts, s, limits, states)
     assert found.fits == can_fit(facts, s, limits, states) == (host > 112)
-    assert not found.fits or found.settings.kv_heads_per_call == 2, "more than the one head that would do"
+    assert not found.fits or found.settings.kv_heads_per_call == 2 or found.settings.project_ahead, "more than what would do"
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from transformers import AutoConfig
 
 from megaspan import cli
 from megaspan.config import SFTConfig
+from megaspan.config.spelling import as_flags
 from megaspan.human import UserError
 from megaspan.model.taken import check_files
 from megaspan.plan import is_plain
@@ -71,7 +72,7 @@ def test_a_plan_refuses_what_training_refuses_in_its_words(
         check_files(wish(place))
     assert words in str(refused.value)
     assert cli.main(["plan", "--model_name_or_path", str(place), "--max_length", "256", "--use_cpu", "true"]) == 2
-    assert str(refused.value) in capsys.readouterr().err
+    assert as_flags(str(refused.value)) in capsys.readouterr().err
 
 
 ODD: tuple[Any, ...] = ("yes", -1, 0, 0.5, float("nan"), [], {}, True, None)

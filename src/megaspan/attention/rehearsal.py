@@ -44,7 +44,7 @@ class Pause:
         forward: operations a second of the real kernel, forward.
         backward: and backward.
         cycles: clock cycles of the device a second.
-        beside: bytes that cross the link beside each call, besides its share of a layer's input and output.
+        beside: bytes that cross the link beside each call of a layer's backward, besides its share of input and output.
     """
 
     forward: float
@@ -53,14 +53,23 @@ class Pause:
     beside: int = 0
 
     def seconds(
-        self, q_tHD: Tensor, k_sGD: Tensor, scoring: Scoring, backward: bool, segments: Segments | None = None
+        self,
+        q_tHD: Tensor,
+        k_sGD: Tensor,
+        scoring: Scoring,
+        backward: bool,
+        segments: Segments | None = None,
+        reads: bool = False,
     ) -> float:
-        """Seconds of a call, cut at what its share of a layer's input and output takes over a slow link: twice its queries."""
+        """Seconds of a call, cut at what its share of a layer's input and output takes over a slow link: twice its queries.
+
+        With `reads`, where the layer's backward is at work, and `beside`.
+        """
         t, s = q_tHD.shape[0], k_sGD.shape[0]
         pairs = visible_pairs(t, s, scoring.window) if segments is None else segments.visible_pairs(scoring.window)
         operations = 4.0 * q_tHD.shape[1] * q_tHD.shape[2] * pairs
         seconds = 2.5 * operations / self.backward if backward else operations / self.forward
-        return min(seconds, (2 * q_tHD.nbytes + self.beside) / _SLOW_LINK)
+        return min(seconds, (2 * q_tHD.nbytes + self.beside * reads) / _SLOW_LINK)
 
 
 @final
@@ -74,6 +83,7 @@ class StandIn(Kernel):
     Attributes:
         calls: forward and backward calls so far.
         paused: seconds that the device was told to wait so far.
+        reads: a layer's backward is at work, which reads its input; whoever hears of it says so.
     """
 
     def __init__(self, real: Kernel, pause: Pause | None = None) -> None:
@@ -81,6 +91,7 @@ class StandIn(Kernel):
         self.name, self.max_elements = real.name, real.max_elements
         self.calls = [0, 0]
         self.paused = 0.0
+        self.reads = False
 
     def installed(self) -> bool:
         """As the real kernel."""
@@ -172,7 +183,7 @@ class StandIn(Kernel):
 
     def _wait(self, q_tHD: Tensor, k_sGD: Tensor, scoring: Scoring, backward: bool, segments: Segments | None) -> None:
         if self.pause is not None and q_tHD.is_cuda:
-            seconds = self.pause.seconds(q_tHD, k_sGD, scoring, backward, segments)
+            seconds = self.pause.seconds(q_tHD, k_sGD, scoring, backward, segments, self.reads)
             torch.cuda._sleep(int(seconds * self.pause.cycles))
             self.paused += seconds
 

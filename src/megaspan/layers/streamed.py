@@ -54,8 +54,7 @@ class StreamStats(CheckpointStats):
         streamed: layers that stream; the others are checkpointed.
         attention_forwards: attention kernels run forward by them, one a layer, row and step.
         attention_backwards: and backward.
-        passed_on: training calls of them that took ordinary checkpointing, because something was asked for that they do not
-        give.
+        passed_on: training calls of them that took ordinary checkpointing: something was asked for that they do not give.
         reused: backwards whose gradient overwrote the incoming one.
         fused_attentions: layers whose first half (q/k norm, rotary embedding) runs fused.
         fused_mlps: layers whose MLP does.

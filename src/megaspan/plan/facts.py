@@ -333,8 +333,9 @@ def _from_hub(name: str, revision: str | None) -> Path:
         return Path(hf_hub_download(name, "config.json", revision=revision))
     except Exception as error:  # the hub client raises a dozen kinds, all of which mean the same here
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = reason.rstrip(".") + proxy_to_the_hub()
         raise UserError(
-            f"the configuration of {name} is neither in the hub's cache nor can it be fetched: {reason.rstrip('.')}{proxy_to_the_hub()}",
+            f"the configuration of {name} is neither in the hub's cache nor can it be fetched: {reason}",
             do=f"Did you mean the folder {path.parent / folder}?"
             if folder
             else "Check the name, model_revision, HF_TOKEN and HF_HUB_OFFLINE, or give a folder",

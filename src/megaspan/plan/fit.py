@@ -1,11 +1,12 @@
 """The dials that the planner turns by itself until a row fits, valued in seconds.
 
 What a layer keeps may wait on the device, on the host or on disk, or be computed again; fewer heads may be projected and
-attended at once; what waits on the host may come back tile by tile; tiles may be smaller; gradients and optimizer states may be
-on the host. Each saves memory and costs time, and which costs least depends on the length: at a million tokens an output
-computed again costs 13 s and all head groups together one, at 8,192 it is the other way round. So each combination of dials
-gets the best keep policy that it has room for, and of those that fit the one with the fewest predicted seconds is taken. States
-are one of the dials, but for a step that is hardly faster they stay where it is simplest (`WORTH`).
+attended at once; what waits on the host may come back tile by tile, with or without the next heads made of it ahead; tiles may
+be smaller; gradients and optimizer states may be on the host. Each saves memory and costs time, and which costs least depends
+on the length: at a million tokens an output computed again costs 13 s and all head groups together one, at 8,192 it is the
+other way round. So each combination of dials gets the best keep policy that it has room for, and of those that fit the one with
+the fewest predicted seconds is taken. States are one of the dials, but for a step that is hardly faster they stay where it is
+simplest (`WORTH`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from megaspan.plan.seconds import relative_seconds
 from megaspan.plan.segments import EVERY, Wanted
 from megaspan.plan.states import Faster, StatePlan
 from megaspan.plan.step import Step
+from megaspan.plan.streamed import projects_ahead
 
 TILES = (16_384, 8_192, 4_096)
 # Part of a step that it has to be faster for states to lie elsewhere than where it is simplest. Predicted steps were off by
@@ -146,7 +148,10 @@ def _dials(facts: ModelFacts, s: Settings) -> Iterator[Settings]:
     for tile in TILES:
         for stream_back in _fetches(s):
             for group in _groups(facts, s):
-                yield replace(s, layer_tile=tile, kv_heads_per_call=group, stream_back=stream_back)
+                dials = replace(s, layer_tile=tile, kv_heads_per_call=group, stream_back=stream_back)
+                if projects_ahead(facts, ahead := replace(dials, project_ahead=True)):
+                    yield ahead
+                yield dials
 
 
 def _fetches(s: Settings) -> tuple[bool, ...]:
@@ -228,8 +233,10 @@ def _with_everything(facts: ModelFacts, dials: Settings) -> float:
 
 
 def _nothing_given_up(facts: ModelFacts, s: Settings) -> bool:
-    """Everything is kept, in memory: dials that come later only cost."""
+    """Everything is kept, in memory, and no copy of it is waited for: dials that come later only cost."""
     policy = s.policy(facts.layers)
+    if s.stream_back and not s.project_ahead:
+        return False
     return not policy.runs_again and (not s.streams or policy.outputs == facts.layers) and "disk" not in policy.places
 
 

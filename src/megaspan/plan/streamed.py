@@ -11,9 +11,9 @@ phases are those of `layers/stream.py`:
     again        dx of the layers above, x, O, and one head group's q, k, v, or then y and one tile of the second half
 
 Of what the layer kept, x and O are there whole, and those of the layer below too, which come back one layer ahead; or, with
-`stream_back`, two tiles of each and one head group of O. With `project_ahead` P1 has q, k, v of the first head group too, and P2
-q, k, v and O of the next one, but not the last one's dk, dv then. The parts here leave out what the keep policy leaves on the
-device.
+`stream_back`, two tiles of each and one head group of O. With `project_ahead` P1 has q, k, v of the first head group too, and
+P2 q, k, v and O of the next one, but not the last one's dk, dv then. The parts here leave out what the keep policy leaves on
+the device.
 
 Letters: t tokens, n tokens of a tile, g a head group's share of the KV heads, E hidden, Q = heads x head size,
 K = KV heads x head size, c bytes of the computation's type.
