@@ -115,7 +115,8 @@ def evaluate_command(what: str, flags: list[str]) -> dict[str, Any]:
         UserError: `what` is none of the three.
     """
     set_allocator()
-    keep_kernels()
+    if torch.cuda.is_available():
+        keep_kernels()
     config = _on_one_device(_config_of(what, flags))
     if config.dataset_name is None and config.datasets is None:
         raise UserError(

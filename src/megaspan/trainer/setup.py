@@ -89,8 +89,9 @@ def set_up(
     if args.resume_from_checkpoint:
         check_run_name(args.report_to, Path(args.output_dir), args.run_name)
     world.set_allocator()
-    world.keep_kernels()
     device = ranks.device
+    if device.type == "cuda":
+        world.keep_kernels()
     if args.memory_limit and device.type != "cuda":
         raise UserError(
             "memory_limit is for a GPU, and there is none here",

@@ -33,7 +33,7 @@ def environment_report() -> dict[str, Any]:
     import torch
 
     cuda = torch.cuda.is_available()
-    setting, kept = set_allocator(), keep_kernels()
+    setting, kept = set_allocator(), keep_kernels() if cuda else "none: there is no GPU"
     limit, source = host_limit()
     group, memlock = cgroup_limit(), memlock_limit()
     found = gpus()
