@@ -193,7 +193,7 @@ PLANS: dict[str, tuple[Work, ...]] = {
         ),
         run("tests", "gradients of two ranks", 300, *tested("tests/gpu/test_ranks.py")),
         Work("small", "0.6B 1M", 540, "qwen3-0.6b", M, Layout(cp=2)),
-        *limited(240),
+        *limited(230),
         reference("8B 1M 2 layers cp2", 150, "cp2", layers=2, of_layers=36, host=230 * GIB),
         reference("8B 1M 2 layers sp2", 150, "sp2", layers=2, of_layers=36, host=230 * GIB),
         Work("part", "0.6B 1M 7 layers", 180, "qwen3-0.6b", M, Layout(cp=2), layers=7, of_layers=28),
