@@ -29,6 +29,9 @@ WAYS: dict[str, dict[str, Any] | None] = {
     "streamed-grouped": {"tile_tokens": 8192, "kv_heads_per_call": 2},
     "streamed-offload": {"offload": True},
     "streamed-back": {"offload": True, "stream_back": True, "kv_heads_per_call": 1, "tile_tokens": 8192},
+    "streamed-ahead": {
+        "offload": True, "stream_back": True, "project_ahead": True, "kv_heads_per_call": 1, "tile_tokens": 8192
+    },  # fmt: skip
 }
 
 
