@@ -30,8 +30,12 @@ WAYS: dict[str, dict[str, Any] | None] = {
     "streamed-offload": {"offload": True},
     "streamed-back": {"offload": True, "stream_back": True, "kv_heads_per_call": 1, "tile_tokens": 8192},
     "streamed-ahead": {
-        "offload": True, "stream_back": True, "project_ahead": True, "kv_heads_per_call": 1, "tile_tokens": 8192
-    },  # fmt: skip
+        "offload": True,
+        "stream_back": True,
+        "project_ahead": True,
+        "kv_heads_per_call": 1,
+        "tile_tokens": 8192,
+    },
 }
 
 
