@@ -247,7 +247,7 @@ def test_records_with_a_text_column(cached: Path, kind: str) -> None:
         ("text", [["a"]], "record 1: column 'text' holds a list of texts|line 1: column 'text' holds a list of texts"),
         ("text", [5], "column 'text' holds a number; allowed: text, or null"),
         ("messages", [[{"role": "user", "content": "x"}]], r"holds chats \(messages\), which are not built yet"),
-        ("prompt", ["a"], r"holds chats \(prompt\), which are not built yet"),
+        ("prompt", ["a"], r"holds prompts and completions \(prompt\), which are not built yet"),
         ("conversations", ["a"], r"holds chats \(conversations\)"),
         ("input_ids", [[1, -2]], "no token id; got -2"),
         ("input_ids", [[1.5]], "holds a list of fractions|holds ndarray|holds numbers"),

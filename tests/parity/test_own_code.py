@@ -6,6 +6,7 @@ head group, tied and not, packed, under autocast, and with a balance loss where 
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from megaspan.attention import install as install_attention
 from megaspan.config import SFTConfig
 from megaspan.data import Row
 from megaspan.human import UserError
+from megaspan.layers import streamed
 from megaspan.layers.dials import LayerPlan
 from megaspan.layers.family import Family, after, before, describe
 from megaspan.layers.routing import Router, find_router
@@ -64,7 +66,8 @@ BALANCED = ("granitemoe", "granitemoeshared", "granitemoehybrid experts") if REC
 
 
 def config_of(family: str, **changes: Any) -> Any:
-    settings = _COMMON | {"num_hidden_layers": LAYERS} | FAMILIES[family] | changes
+    # A copy: some configurations write into the dictionaries that they are given.
+    settings = copy.deepcopy(_COMMON | {"num_hidden_layers": LAYERS} | FAMILIES[family] | changes)
     if family == "laguna":
         settings.pop("rope_parameters")  # one for each kind of layer; its own
     return AutoConfig.for_model(family.split()[0], **settings)
@@ -232,3 +235,21 @@ def test_granite_without_mamba_is_taken_and_with_one_mamba_layer_refused() -> No
         check_config(mixed.to_dict(), "granite")
     with pytest.raises(UserError, match="carry a state"):
         check_class(mixed, "granite")
+
+
+def test_layers_without_a_rotary_embedding_stream() -> None:
+    """Granite 4 has none at all (`position_embedding_type`): the layers are called without tables."""
+    plain = model_of("granitemoehybrid", position_embedding_type=None)
+    model = prepared(plain, heads=1)
+    assert_parity(plain, model, batch(29))
+    stats = levers(model).checkpointing.stats()  # type: ignore[union-attr]
+    assert (stats.streamed, stats.passed_on) == (LAYERS, 0)
+
+
+def test_calls_that_do_not_stream_are_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A family of which only some layers are called as the streamed layer knows it: none is said to stream."""
+    known = streamed._known_call
+    monkeypatch.setattr(streamed, "_known_call", lambda layer, *given: known(layer, *given) and layer.self_attn.layer_idx > 0)
+    model = model_of("phi3")
+    install_attention(model)
+    assert all("not of a form that streams" in (reason or "") for reason in Streaming().install(model))

@@ -214,3 +214,11 @@ def test_a_machine_without_a_network_says_so_at_once(monkeypatch: pytest.MonkeyP
     else:
         assert "hub cannot be reached: Name or service not known. Give a model folder" in str(refused.value)
         assert "hf download nobody/nothing" in str(refused.value)
+
+
+def test_a_name_that_is_not_cached_and_may_not_be_fetched_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match=r"not in the hub's cache, and HF_HUB_OFFLINE=1 forbids .* hf download nobody/nothing"):
+        read_config("nobody/nothing")

@@ -34,8 +34,8 @@ def test_a_run_made_longer_is_the_run_that_was_as_long_from_the_start(tmp_path, 
     longer = trainer(model_folder, tmp_path / "run", DATA, **options, **long)
     longer.train(resume_from_checkpoint=True)
     before, now = (4, 8) if "num_train_epochs" in long else (3, 6)
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if "so far" in line]
-    assert re.match(rf"  resumed +{now} steps +the run had {before} so far; the learning rate .* is 0.01 either way$", line)
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "was to have" in line]
+    assert re.match(rf"  resumed +{now} steps +the run was to have {before}; the learning rate .* is 0.01 either way$", line)
     assert longer.state.global_step == whole.state.global_step == now
     assert_same_bits(weights(longer.model), weights(whole.model))
     assert logged(tmp_path / "run") == logged(tmp_path / "whole")
@@ -56,7 +56,7 @@ def test_the_schedule_is_that_of_the_new_length_and_it_is_said(tmp_path, model_f
     longer = trainer(model_folder, tmp_path, DATA, max_steps=8, **options)
     longer.train(True)
     assert re.search(
-        r"! resumed +8 steps +the run had 4 so far; the learning rate of step 5 is 0\.006667, and was to be 0\n",
+        r"! resumed +8 steps +the run was to have 4; the learning rate of step 5 is 0\.006667, and was to be 0\n",
         capsys.readouterr().err,
     )
     rates = [entry["learning_rate"] for entry in longer.state.log_history if "learning_rate" in entry]
@@ -112,7 +112,7 @@ def test_a_checkpoint_that_does_not_tell_its_rate_is_made_longer(tmp_path):
         args.replace(weight_decay=0.0), schedule, 0.1
     )
     assert [(line.value, line.reason) for line in lines if "steps" in str(line.value) and "warmup" not in str(line.value)] == [
-        ("8 steps", "the run had 4 so far")
+        ("8 steps", "the run was to have 4")
     ]
 
 

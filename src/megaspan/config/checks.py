@@ -43,6 +43,7 @@ def _wraps(config: SFTConfig) -> bool:
 
 
 ONE = "Remove one of the two"
+UNSET = "Remove it, or set max_steps: -1, which leaves the length to the epochs"
 STEPS_ONLY = (("eval_steps", "eval_strategy"), ("logging_steps", "logging_strategy"), ("save_steps", "save_strategy"))
 
 INERT: tuple[Inert, ...] = (
@@ -90,7 +91,7 @@ INERT: tuple[Inert, ...] = (
         )
         for name in ("warmup_steps", "warmup_ratio")
     ),
-    Inert("num_train_epochs", ("max_steps",), lambda c: c.max_steps > 0, "beside max_steps, which ends the run", ONE),
+    Inert("num_train_epochs", ("max_steps",), lambda c: c.max_steps > 0, "beside max_steps, which ends the run", UNSET),
     Inert(
         "gradient_checkpointing_kwargs",
         ("gradient_checkpointing",),

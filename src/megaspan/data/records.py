@@ -78,9 +78,11 @@ def render_records(columns: Sequence[str], text_field: str, place: str, *, more:
         return Renderer(("input_ids", *masks, *packed), lambda record, where: _ids(record, masks, packed, where))
     chat = [column for column in CHAT_COLUMNS if column in columns]
     if chat:
+        pairs = {"prompt", "completion"} & set(chat)
+        what, how = ("prompts and completions", "Join them") if pairs else ("chats", "Render the conversations")
         raise UserError(
-            f"{place} holds chats ({', '.join(chat)}), which are not built yet: only plain text and input_ids are",
-            do="Name a column of plain text with dataset_text_field",
+            f"{place} holds {what} ({', '.join(chat)}), which are not built yet: only plain text and input_ids are",
+            do=f"{how} to a column of text, and name it with dataset_text_field",
         )
     close = nearest(text_field, columns)
     raise UserError(

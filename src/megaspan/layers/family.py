@@ -16,7 +16,7 @@ believed but tried: `selfcheck.py`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -141,8 +141,9 @@ def before(layer: Any, family: Family, x_BtE: Tensor, tokens: slice, arguments: 
     if family.own:
         _refuse_tokens(layer, arguments)
     positions = arguments.get("position_ids") if _reads_positions(layer.self_attn) else None
+    tables = arguments["position_embeddings"]  # none where a layer has no rotary embedding
     arguments = arguments | {
-        "position_embeddings": tuple(part[..., tokens, :] for part in arguments["position_embeddings"]),
+        "position_embeddings": None if tables is None else tuple(part[..., tokens, :] for part in tables),
         # The whole row's have been looked at, so the attention function need not; some attention modules scale by them.
         "position_ids": None if positions is None else positions[..., tokens],
         "megaspan_capture": _stop,
@@ -245,7 +246,7 @@ def _instead(module: Any, name: str, value: Any) -> Iterator[None]:
 def _refuse_tokens(layer: Any, arguments: dict[str, Any]) -> None:
     """A layer that runs its own code in tiles is given nothing else that may be of the whole row."""
     for name, value in arguments.items():
-        given = value if isinstance(value, tuple | list) else (value,)
+        given = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple | list) else (value,)
         if name not in _CUT and not name.startswith("megaspan_") and any(isinstance(each, Tensor) for each in given):
             raise UserError(
                 f"{type(layer).__name__} is called with {name}, which is not known to be right in tiles",

@@ -57,11 +57,12 @@ class Halves:
 
     def ask(self, layer: Any, family: Family, x_BTE: Tensor, arguments: dict[str, Any]) -> AttentionCall | None:
         """What the layer asks attention for, read off one token of each row; None if the first half is not to be fused now."""
-        if not self.attention or not self._untouched(layer, "self_attn"):
+        tables = arguments["position_embeddings"]
+        if not self.attention or tables is None or not self._untouched(layer, "self_attn"):
             return None
         with torch.no_grad():
             call = before(layer, family, x_BTE[:, :1], slice(0, 1), arguments)
-        fits = all(table.ndim == 3 and table.shape[-1] == call.q_BHTD.shape[-1] for table in arguments["position_embeddings"])
+        fits = all(table.ndim == 3 and table.shape[-1] == call.q_BHTD.shape[-1] for table in tables)
         own_sink = call.sink_H is None or any(call.sink_H is parameter for parameter in layer.self_attn.parameters())
         # One token cannot show a window that the mask and the layer disagree about: the general path looks at whole tiles.
         promised, tokens = arguments.get("attention_mask"), x_BTE.shape[1]

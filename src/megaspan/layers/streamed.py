@@ -437,13 +437,13 @@ def _draws(layer: Any) -> str | None:
 
 def _known_call(layer: Any, x: Any, arguments: dict[str, Any]) -> bool:
     """Whether this call is a layer's plain training forward of one row, which is all that the streamed layer computes."""
-    tables = arguments.get("position_embeddings")
+    tables = arguments.get("position_embeddings", ())
     return (
         isinstance(x, Tensor)
         and x.ndim == 3
         and x.shape[0] == 1
-        and isinstance(tables, tuple)
-        and all(isinstance(table, Tensor) and table.shape[-2] == x.shape[1] for table in tables)
+        and (tables is None or (isinstance(tables, tuple) and bool(tables)))
+        and all(isinstance(table, Tensor) and table.shape[-2] == x.shape[1] for table in tables or ())
         and all(arguments.get(name) is None for name in _CACHES)
         and not any(arguments.get(name, getattr(layer.self_attn.config, name, False)) for name in _WANTED_FROM_INSIDE)
         and layer.self_attn.config._attn_implementation == NAME

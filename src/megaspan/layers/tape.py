@@ -229,7 +229,11 @@ class Kept:
         With `coming` the computing stream waits for none that comes tile by tile: the events of their arrival are added.
         """
         found = (self.stores.outputs, self._outputs[group]), (self.stores.sums, self._sums[group])
-        out, lse = (store.copy_of(saved, coming) if self._by_tiles else store.peek(saved) for store, saved in found)
+        try:
+            out, lse = (store.copy_of(saved, coming) if self._by_tiles else store.peek(saved) for store, saved in found)
+        except BaseException:  # out of memory: whoever goes on may be given what is being made
+            self.stores.wait(coming or ())
+            raise
         return out, lse
 
     def let_go_of_outputs(self) -> None:

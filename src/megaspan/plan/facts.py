@@ -306,7 +306,7 @@ def _from_hub(name: str, revision: str | None) -> Path:
             do=f"Did you mean {close}?" if close else "Check its spelling",
             option="model_name_or_path",
         )
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache  # a quarter of a second, so only here
+    from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache  # a quarter of a second, so only here
     from huggingface_hub.errors import HFValidationError
 
     try:
@@ -321,6 +321,14 @@ def _from_hub(name: str, revision: str | None) -> Path:
         ) from error
     if isinstance(cached, str):
         return Path(cached)
+    if constants.HF_HUB_OFFLINE:
+        raise UserError(
+            f"the configuration of {name} is not in the hub's cache, and HF_HUB_OFFLINE=1 forbids to fetch it",
+            do=f"Did you mean the folder {path.parent / folder}?"
+            if folder
+            else f"Give a model folder, or fill the cache where there is a network: hf download {name}",
+            option="model_name_or_path",
+        )
     if (reason := no_way_to_the_hub(name, revision)) is not None:
         raise UserError(
             f"the configuration of {name} is not in the hub's cache, and the hub cannot be reached: {reason}",
@@ -338,7 +346,7 @@ def _from_hub(name: str, revision: str | None) -> Path:
             f"the configuration of {name} is neither in the hub's cache nor can it be fetched: {reason}",
             do=f"Did you mean the folder {path.parent / folder}?"
             if folder
-            else "Check the name, model_revision, HF_TOKEN and HF_HUB_OFFLINE, or give a folder",
+            else "Check the name, model_revision and HF_TOKEN, or give a folder",
             option="model_name_or_path",
         ) from error
 

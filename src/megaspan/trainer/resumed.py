@@ -137,7 +137,7 @@ class Resumed:
             if before != now:
                 lines.append(Line("resumed", f"{name}: {as_yaml(now)}", f"the run had {as_yaml(before)} so far", loud=True))
         if self.total_steps not in (None, schedule.total_steps):
-            told, moved = f"the run had {self.total_steps} so far", False
+            told, moved = f"the run was to have {self.total_steps}", False
             if self.learning_rate is not None:
                 moved = self.learning_rate != learning_rate
                 rate = f"the learning rate of step {self.step + 1} is {learning_rate:.4g}"
