@@ -108,6 +108,7 @@ def test_max_rows_stops_reading(tmp_path: Path) -> None:
     assert rows.ledger.tokens_in + rows.ledger.added == rows.ledger.row_tokens + rows.ledger.unused
     assert rows.ledger.unused > 0
     assert "reading stopped at max_rows" in rows.ledger.table()
+    assert "past it continue in the next rows, as far as max_rows lets them" in rows.ledger.table()
     assert len(read) < 110  # 100 for the identity of the list, a few for the rows
 
 

@@ -181,7 +181,8 @@ class TokenLedger:
         line = f"  {name}longest document {format_tokens(source.longest)} tokens ({source.longest_place})"
         if source.overlong:
             past = f"{format_tokens(source.past)} tokens ({_share(source.past, source.tokens)}) past it"
-            fate = "are dropped or truncated" if self.lost else "continue in the next rows"
+            rows = "the next rows" + ", as far as max_rows lets them" * self.stopped
+            fate = "are dropped or truncated" if self.lost else f"continue in {rows}"
             line += f"; {_many(source.overlong, 'document')} longer than max_length: {past} {fate}"
         return [line, *(f"  {name}{skipped}" for skipped in source.skipped)]
 
