@@ -23,6 +23,7 @@ from megaspan.layers.streamed import Streaming
 from megaspan.layers.tape import Stores, most_bytes, most_waiting
 from megaspan.memory.aside import Aside
 from megaspan.memory.disk import DiskTier
+from megaspan.memory.offload import LayerInputs
 from megaspan.plan.keep import PLACES, KeepPolicy, LayerKeep
 from tests.memory.latedisk import LateDisk, empties
 from tests.models import assert_same_gradients, batch, gradients, tiny
@@ -172,6 +173,29 @@ def test_an_error_beside_a_group_that_is_made_aside_leaves_nothing_under_way(pla
             step(model, batch(20))
         gc.collect()
     assert waited == [3], "the group that was being made, its output and log-sum-exp"
+    streaming.discard()
+    got = step(model, batch(20))[1]
+    assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+def test_a_fetch_that_fails_beside_a_group_that_is_made_aside_is_waited_for(plain, monkeypatch):
+    """Out of memory while attention's output is fetched: what is being made of the next group goes back to the allocator."""
+    model, streaming = made(plain, KeepPolicy((THERE,) * LAYERS), heads=1, stream_back=True, ahead=True)
+    want = step(model, batch(20))[1]
+    waited = []
+    with monkeypatch.context() as patch:
+        own = LayerInputs.copy_of
+
+        def fails(self, saved, coming=None):
+            if coming and coming[0] is streaming._stores.aside.done:
+                raise torch.OutOfMemoryError("none left")
+            return own(self, saved, coming)
+
+        patch.setattr(LayerInputs, "copy_of", fails)
+        patch.setattr(Stores, "wait", lambda self, events: waited.extend(events))
+        with pytest.raises(torch.OutOfMemoryError):
+            step(model, batch(20))
+    assert waited == [streaming._stores.aside.done], "the group that was being made"
     streaming.discard()
     got = step(model, batch(20))[1]
     assert all(torch.equal(got[name], want[name]) for name in want)
