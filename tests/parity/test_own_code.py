@@ -210,8 +210,9 @@ def test_a_layer_that_is_given_more_of_the_row_is_refused() -> None:
     x = torch.randn(1, 7, 64)
     tables = (torch.ones(1, 7, 16), torch.zeros(1, 7, 16))
     assert before(layer, family, x, slice(0, 7), {"position_embeddings": tables, "attention_mask": None}).q_BHTD.shape[2] == 7
-    with pytest.raises(UserError, match="per_layer_input"):
-        before(layer, family, x, slice(0, 7), {"position_embeddings": tables, "per_layer_input": x})
+    for more in (x, (x,), {"layer 0": x}):
+        with pytest.raises(UserError, match="per_layer_input"):
+            before(layer, family, x, slice(0, 7), {"position_embeddings": tables, "per_layer_input": more})
 
 
 def test_dropout_on_residuals_is_by_counter() -> None:
