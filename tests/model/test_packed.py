@@ -12,6 +12,7 @@ from torch import Tensor
 from megaspan.attention.context import RowContext, RowRanks
 from megaspan.attention.layout import lay_out
 from megaspan.human import UserError
+from megaspan.memory.aside import Aside
 from megaspan.model import levers, prepare
 from megaspan.model import prepared as prepared_module
 from tests.model.support import plan, settings, step
@@ -69,6 +70,21 @@ def test_documents_together_and_one_after_the_other_agree(family: str, monkeypat
     assert loss == pytest.approx(want_loss, rel=1e-10)
     assert_same_gradients(got, want, 1e-10)
     assert [levers(each).checkpointing.stats().attention_forwards for each in (together, apart)] == [2, 2 * len(DOCUMENTS)]
+
+
+def test_head_groups_of_several_documents_are_not_projected_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They go the way of those that ranks share, whose exchange would read what is not there yet; the plan says so too."""
+    plain, inputs, entered = tiny("qwen3", num_attention_heads=8, num_key_value_heads=4), packed(), list[int]()
+    enter = Aside.__enter__
+    monkeypatch.setattr(Aside, "__enter__", lambda self: (entered.append(1), enter(self))[1])
+    dials = plan(heads=1, keep=0)
+    dials.stream_back = dials.project_ahead = True
+    model = prepare(copy.deepcopy(plain), settings(), dials)
+    _, got = step(model, **inputs)
+    assert not entered
+    assert_same_gradients(got, alone(plain, inputs)[1])
+    step(model, **batch(LENGTH))
+    assert entered, "of one document they are"
 
 
 def test_a_given_row_is_the_one_that_positions_say() -> None:

@@ -273,6 +273,9 @@ def test_heads_are_projected_ahead_where_their_input_comes_by_tiles_and_there_is
     context = next(part for part in made.parts if part.name == "CUDA context")
     assert context.bytes > CONTEXT_BYTES, "tiles on a stream of their own"
     assert not plan("256k", dtype="bfloat16").project_ahead, "what comes back whole comes a layer ahead"
+    packed = plan("256k", memory_limit="40GiB", host_memory="120GiB", dtype="bfloat16", packing_strategy="bfd")
+    assert packed.fits
+    assert not packed.project_ahead, "head groups of several documents are not made ahead"
     tight = plan(str(made.longest_row), memory_limit="40GiB", host_memory="120GiB", dtype="bfloat16")
     assert tight.fits
     assert not tight.project_ahead, "the longest row has no room for it"

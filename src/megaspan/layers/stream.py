@@ -362,7 +362,7 @@ class LayerRun:
     def _aside(self, kept: Kept, cuts: list[slice]) -> Aside | None:
         """Where the next head group is projected beside attention of this one, which hides what comes over the link for it.
 
-        Between ranks a group is on its way then, and would wait for that.
+        Between ranks a group is on its way then, and would wait for that; rows of several documents go the same way.
         """
         fits = len(self.groups) > 1 and len(cuts) > 1 and self.asked is not None and self.context is None
         return kept.stores.aside if self.plan.project_ahead and fits and kept.input_waits else None

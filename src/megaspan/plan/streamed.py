@@ -193,9 +193,13 @@ def backward_phases(facts: ModelFacts, layer: LayerBytes, s: Settings, parameter
 
 
 def projects_ahead(facts: ModelFacts, s: Settings) -> bool:
-    """Whether the next head group is made beside attention of this one: of a row in tiles and groups, whole on this rank."""
+    """Whether the next head group is made beside attention of this one: of a row in tiles and groups, whole on this rank.
+
+    Not of one of several documents: its head groups go the way of those that ranks share (`LayerRun._aside`).
+    """
     cut = s.slots > s.layer_tile and group_share(facts, s) < 1 and s.ranks.row == 1
-    return s.gpu and s.project_ahead and s.stream_back and s.streams and facts.family.fused and cut
+    one = s.packed is None and not s.packs
+    return s.gpu and s.project_ahead and s.stream_back and s.streams and facts.family.fused and cut and one
 
 
 def aside_bytes(facts: ModelFacts, s: Settings) -> int:
