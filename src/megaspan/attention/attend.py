@@ -173,7 +173,7 @@ def backward_with(
         row = d_out_tHD[t], q_tHD[t], k_sGD[s], v_sGD[s], out_tHD[t], lse_Ht[:, t]
         into = dq[t], dk[s], dv[s]
         if len(_splits(kernel, row[1], row[2], part)) == 1:
-            kernel.backward_into(into, *row, scoring, part)
+            kernel.backward_into(into, row, scoring, part)
             continue
         for place, gradient in zip(into, _backward(kernel, *row, scoring, part), strict=True):
             place.copy_(gradient)

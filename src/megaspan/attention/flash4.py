@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from megaspan.attention.kernel import Case, Kernel, Refusal, Scoring, half_precision
+from megaspan.attention.kernel import Case, Given, Kernel, Refusal, Scoring, half_precision
 from megaspan.attention.segments import Segments
 
 PROVEN_HEAD_SIZES = (64, 96, 128, 192, 256)
@@ -92,23 +92,14 @@ class Flash4(Kernel):
 
     @override
     def backward_into(
-        self,
-        into: tuple[Tensor, Tensor, Tensor],
-        d_out_tHD: Tensor,
-        q_tHD: Tensor,
-        k_sGD: Tensor,
-        v_sGD: Tensor,
-        out_tHD: Tensor,
-        lse_Ht: Tensor,
-        scoring: Scoring,
-        segments: Segments | None = None,
+        self, into: tuple[Tensor, Tensor, Tensor], given: Given, scoring: Scoring, segments: Segments | None = None
     ) -> None:
         """See `Kernel.backward_into`: the kernel writes there itself."""
-        self._backward((d_out_tHD, q_tHD, k_sGD, v_sGD, out_tHD, lse_Ht), scoring, segments, into)
+        self._backward(given, scoring, segments, into)
 
     def _backward(
         self,
-        given: tuple[Tensor, ...],
+        given: Given,
         scoring: Scoring,
         segments: Segments | None,
         into: tuple[Tensor, Tensor, Tensor] | None = None,

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -93,6 +93,10 @@ class Refusal(NamedTuple):
     machine_could: bool
 
 
+# What a backward is given: d_out, q, k, v, out and the log-sum-exp.
+Given: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
 class Kernel(ABC):
     """Causal attention that returns its log-sum-exp, and its backward from the kept output and log-sum-exp.
 
@@ -144,20 +148,10 @@ class Kernel(ABC):
         """
 
     def backward_into(
-        self,
-        into: tuple[Tensor, Tensor, Tensor],
-        d_out_tHD: Tensor,
-        q_tHD: Tensor,
-        k_sGD: Tensor,
-        v_sGD: Tensor,
-        out_tHD: Tensor,
-        lse_Ht: Tensor,
-        scoring: Scoring,
-        segments: Segments | None = None,
+        self, into: tuple[Tensor, Tensor, Tensor], given: Given, scoring: Scoring, segments: Segments | None = None
     ) -> None:
         """`backward`, written into tensors that are there: contiguous slices of the gradients of more tokens."""
-        found = self.backward(d_out_tHD, q_tHD, k_sGD, v_sGD, out_tHD, lse_Ht, scoring, segments)
-        for place, gradient in zip(into, found, strict=True):
+        for place, gradient in zip(into, self.backward(*given, scoring, segments), strict=True):
             place.copy_(gradient)
 
 

@@ -28,7 +28,7 @@ from typing_extensions import override
 from megaspan.attention.cudnn import CuDNN
 from megaspan.attention.flash2 import Flash2
 from megaspan.attention.flash4 import Flash4
-from megaspan.attention.kernel import Case, Kernel, Refusal, Scoring
+from megaspan.attention.kernel import Case, Given, Kernel, Refusal, Scoring
 from megaspan.attention.segments import Segments
 from megaspan.attention.tiled import TiledMath
 
@@ -137,18 +137,10 @@ class StandIn(Kernel):
 
     @override
     def backward_into(
-        self,
-        into: tuple[Tensor, Tensor, Tensor],
-        d_out_tHD: Tensor,
-        q_tHD: Tensor,
-        k_sGD: Tensor,
-        v_sGD: Tensor,
-        out_tHD: Tensor,
-        lse_Ht: Tensor,
-        scoring: Scoring,
-        segments: Segments | None = None,
+        self, into: tuple[Tensor, Tensor, Tensor], given: Given, scoring: Scoring, segments: Segments | None = None
     ) -> None:
         """The same there; of kernels that write into tensors of their own those are here too."""
+        _, q_tHD, k_sGD, v_sGD, _, lse_Ht = given
         in_place = type(self.real).backward_into is not Kernel.backward_into
         found = self._backward(q_tHD, k_sGD, v_sGD, lse_Ht, scoring, segments, into if in_place else None)
         for place, gradient in zip(into, found, strict=True):
