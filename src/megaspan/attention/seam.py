@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
@@ -139,9 +140,10 @@ def attention(
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     kernels = _kernels(module, megaspan_row)
     call = AttentionCall(
-        *_one_dtype(query, key, value), Scoring(scale, sliding_window or None, softcap or None), s_aux, kernels
+        *_one_dtype(query, key, _as_wide(value, key)), Scoring(scale, sliding_window or None, softcap or None), s_aux, kernels
     )
-    return (megaspan_capture(call) if megaspan_capture is not None else run_call(call, megaspan_row)), None
+    out = megaspan_capture(call) if megaspan_capture is not None else run_call(call, megaspan_row)
+    return out[..., : value.shape[-1]], None
 
 
 def run_call(call: AttentionCall, row: RowContext | None = None) -> Tensor:
@@ -231,13 +233,14 @@ def work_of(model: nn.Module) -> Work:
 
 def is_attention(module: nn.Module) -> bool:
     """Whether a module calls transformers' attention function, as far as its attributes show."""
-    names = (("num_key_value_groups", "head_dim"), ("is_causal", "head_size"))  # the second pair is GPT-NeoX's
+    # The second pair is GPT-NeoX's, the third that of latent attention (MLA).
+    names = (("num_key_value_groups", "head_dim"), ("is_causal", "head_size"), ("num_key_value_groups", "qk_head_dim"))
     return any(all(hasattr(module, name) for name in pair) for pair in names)
 
 
 def _head_size(module: Any) -> int:
     """Channels of a head."""
-    return int(module.head_dim if hasattr(module, "head_dim") else module.head_size)
+    return int(next(getattr(module, name) for name in ("qk_head_dim", "head_dim", "head_size") if hasattr(module, name)))
 
 
 def _window_of(module: Any) -> int | None:
@@ -279,6 +282,11 @@ def _check_window(module: nn.Module, attention_mask: Tensor | None, sliding_wind
             found=f"mask {promised or 'none'}, attention {sliding_window or 'none'}",
             do="This model cannot be trained exactly here; please report it",
         )
+
+
+def _as_wide(value: Tensor, key: Tensor) -> Tensor:
+    """Values as wide as keys: kernels are proven for one head size, and zeros behind a value are zeros behind its output."""
+    return F.pad(value, (0, key.shape[-1] - value.shape[-1])) if value.shape[-1] < key.shape[-1] else value
 
 
 def _one_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

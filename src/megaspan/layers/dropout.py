@@ -286,6 +286,8 @@ class DropoutHandle:
         return result
 
     def _token_words(self, place: Place, name: str, x: Tensor) -> Words:
+        if x.ndim == 4 and x.shape[1] == 1:
+            x = x[:, 0]  # latents of MLA, which are viewed as one head
         if x.ndim not in (2, 3):
             raise UserError(
                 f"the dropout {name} of layer {place.layer} works on something else than hidden states",

@@ -226,6 +226,7 @@ def _by_token(values: Any) -> torch.Tensor | None:
     tensor = next(iter(values), None) if isinstance(values, tuple | list) else values
     if not isinstance(tensor, torch.Tensor) or _FEW not in tensor.shape[:2]:
         return None
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor  # rotary tables of DeepSeek V2
     return tensor.movedim(tensor.shape.index(_FEW), 0).flatten(1).float()
 
 

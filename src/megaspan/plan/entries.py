@@ -22,6 +22,7 @@ _SIZES = (
     "head_dim", "intermediate_size", "n_inner", "vocab_size", "max_position_embeddings", "n_positions", "num_experts",
     "num_local_experts", "n_routed_experts", "num_experts_per_tok", "experts_per_token", "moe_intermediate_size",
     "shared_expert_intermediate_size", "original_max_position_embeddings", "decoder_sparse_step",
+    "q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim",
 )  # fmt: skip
 """Whole numbers of at least 1, where they are there."""
 
@@ -111,7 +112,8 @@ def check_rotary(text: Mapping[str, Any], head_dim: int) -> None:
     """
     stated = [entry["partial_rotary_factor"] for _, entry in _rope_entries(text) if "partial_rotary_factor" in entry]
     if head_dim % 2 and all(part in (None, 1) for part in (text.get("partial_rotary_factor"), *stated)):
-        size = "head_dim" if text.get("head_dim") else "hidden_size / num_attention_heads"
+        names = (name for name in ("qk_rope_head_dim", "head_dim") if text.get(name))
+        size = next(names, "hidden_size / num_attention_heads")
         what = f"{size} {_OF} is odd, and its rotary positions turn channels in pairs"
         raise UserError(what, got=head_dim, allowed="an even number", do=_DO)
 

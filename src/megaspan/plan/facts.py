@@ -16,7 +16,7 @@ from megaspan.config.parallel import divisors
 from megaspan.human import UserError, nearest
 from megaspan.plan import families
 from megaspan.plan.entries import check_entries, check_rotary
-from megaspan.plan.families import FAMILIES, UNKNOWN, Experts, Family, Widths
+from megaspan.plan.families import FAMILIES, Experts, Family, Widths
 from megaspan.plan.rope_native import text_config
 
 _NO_CONNECTION = ("ConnectError", "ConnectTimeout")
@@ -171,8 +171,8 @@ class ModelFacts:
         """
         text = text_config(config)
         model_type = str(text.get("model_type", ""))
-        family = FAMILIES.get(model_type, UNKNOWN)
         check_entries(text, families.switches(model_type), families.numbers(model_type))
+        family = families.family_of(text, model_type)
         layers = families.need(text, "num_hidden_layers", "n_layer")
         hidden = families.need(text, "hidden_size", "n_embd")
         heads = families.need(text, "num_attention_heads", "n_head")
@@ -180,8 +180,8 @@ class ModelFacts:
         widths = Widths(
             hidden=hidden,
             heads=heads,
-            kv_heads=int(text.get("num_key_value_heads") or heads),
-            head_dim=int(text.get("head_dim") or hidden // heads),
+            kv_heads=heads if families.is_latent(text) else int(text.get("num_key_value_heads") or heads),
+            head_dim=families.head_dim_of(text, hidden, heads),
             mlp=int(text.get("intermediate_size") or 4 * hidden),
         )
         vocab = families.need(text, "vocab_size")
@@ -237,7 +237,7 @@ def _check_sizes(text: Mapping[str, Any], widths: Widths, layers: int, types: tu
             allowed=", ".join(map(str, divisors(widths.heads))),
             do=correct,
         )
-    if not text.get("head_dim") and widths.hidden % widths.heads:
+    if not text.get("head_dim") and not families.is_latent(text) and widths.hidden % widths.heads:
         raise UserError(
             f"hidden_size {of} is no multiple of its num_attention_heads, {widths.heads}",
             got=widths.hidden,
@@ -245,8 +245,8 @@ def _check_sizes(text: Mapping[str, Any], widths: Widths, layers: int, types: tu
             do=correct,
         )
     rotates = model_type in FAMILIES or any(text.get(key) for key in ("rope_theta", "rope_parameters", "rope_scaling"))
-    if rotates and not text.get("qk_rope_head_dim"):
-        check_rotary(text, widths.head_dim)
+    if rotates:
+        check_rotary(text, int(text["qk_rope_head_dim"]) if families.is_latent(text) else widths.head_dim)
 
 
 def shape_names() -> tuple[str, ...]:

@@ -9,7 +9,7 @@ the plan says so.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from megaspan.human import UserError
@@ -28,6 +28,7 @@ class Family:
             type: an RMS norm its input in fp32, the normalised value and its output.
         qk_norm_tensors: the same for the norms on queries and keys, beside the rotated ones.
         more_heads: tensors of query and of KV width kept beside q, k, v and the output (q, k, v in one tensor, sinks …).
+        latent: channels of the latent queries, keys and values that are normed before the heads are made of them (MLA).
         mlp_tensors: tensors of MLP width that a gated MLP keeps: gate, its activation, up and their product.
         qk_norm: norms on queries and keys: none, over one head's channels, over all heads together, or a vector per head.
         qk_norm_key: the configuration's key that switches them on, where there is one.
@@ -46,6 +47,7 @@ class Family:
     norm_tensors: tuple[int, int] = (2, 4)
     qk_norm_tensors: tuple[int, int] = (1, 1)
     more_heads: tuple[int, int] = (0, 0)
+    latent: int = 0
     mlp_tensors: int = 4
     qk_norm: Literal["", "head", "full", "each"] = ""
     qk_norm_key: str | None = None
@@ -123,6 +125,32 @@ _NUMBERS: dict[str, tuple[str, ...]] = {
 }
 # Families whose pattern of windows a configuration may state.
 _PATTERNED = ("gemma3_text", "cohere2", "exaone4")
+
+
+def family_of(config: Mapping[str, Any], model_type: str) -> Family:
+    """What a layer of this configuration is made of; of families that are not known here, what Llama's is.
+
+    Where values are as wide as keys (GLM-4.7-Flash), attention keeps the product that both are cut from; where they are
+    narrower, the output that was cut to their width.
+    """
+    family = FAMILIES.get(model_type, UNKNOWN)
+    if not is_latent(config) or model_type in FAMILIES:
+        return family
+    wide = config.get("v_head_dim") == head_dim_of(config, 0, 1)
+    latent = int(config.get("q_lora_rank") or 0) + int(config["kv_lora_rank"])
+    return replace(family, more_heads=(2 if wide else 1, 0), latent=latent)
+
+
+def is_latent(config: Mapping[str, Any]) -> bool:
+    """Whether keys and values are made of a latent of all heads (MLA; DeepSeek-AI 2024, arXiv 2405.04434)."""
+    return bool(config.get("kv_lora_rank") and config.get("qk_rope_head_dim"))
+
+
+def head_dim_of(config: Mapping[str, Any], hidden: int, heads: int) -> int:
+    """Channels of a query; MLA's have a part with positions, which some configurations call head_dim, and one without."""
+    if is_latent(config):
+        return int(config["qk_rope_head_dim"]) + int(config.get("qk_nope_head_dim") or 0)
+    return int(config.get("head_dim") or hidden // heads)
 
 
 def has(config: Mapping[str, Any], model_type: str, bias: Bias | None) -> bool:

@@ -66,13 +66,15 @@ def layer_bytes(facts: ModelFacts, layer: int, s: Settings) -> LayerBytes:
     more_q, more_k = family.more_heads
     norms = (4 * in_fp32 + c * in_type) * e
     attention = (q + k) * each + c * (k + q) + c * (more_q * q + more_k * k) + 4 * facts.heads + c * e + 5 * s.adapter_inputs
+    attention += (4 + 2 * c) * family.latent
     sparse = facts.experts is not None and facts.experts.sparse_layers[layer]
     width = facts.active_mlp_width if sparse else facts.mlp_width
     tensors, backward = (family.mlp_tensors, 2) if family.gated else (2, 1)
     routed = 2 * c * e * facts.experts.active if sparse and facts.experts else 0
     formulas = (
         f"norms {4 * in_fp32 + c * in_type}·E + (Q + K)·{each} + {c}·(K + Q)"
-        + (f" + {c}·({more_q}·Q + {more_k}·K)" if more_q else "")
+        + (f" + {c}·({more_q}·Q + {more_k}·K)" if more_k else f" + {c * more_q}·Q" if more_q else "")
+        + (f" + {4 + 2 * c}·{family.latent:,} of latents" if family.latent else "")
         + f" + gradient {c}·E",
         f"({tensors} + {backward})·{c}·F; F = {width:,}" + (" of a token's experts, and its copies" if routed else ""),
     )
