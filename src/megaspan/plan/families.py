@@ -38,6 +38,7 @@ class Family:
         tied: whether embedding and head are one matrix when the configuration does not say.
         window_every: every n-th layer sees everything, the others a window; 1 means that all layers have the window.
         experts: name of the mixture-of-experts scheme, or None.
+        weighs_in_fp32: the router's weights are fp32, and so is what they are multiplied with: the outputs of experts.
         streamed: its layers run in tiles; others are checkpointed whole.
         fused: norms and gated product of a streamed layer run fused on a GPU (`layers/norms.py`, `layers/fused.py`).
     """
@@ -59,11 +60,12 @@ class Family:
     tied: bool = False
     window_every: int = 0
     experts: Literal["qwen", "mixtral", "gpt_oss", "olmoe"] | None = None
+    weighs_in_fp32: bool = False
     streamed: bool = True
     fused: bool = False
 
 
-UNKNOWN = Family(qkv_bias=False, out_bias=False, streamed=False)
+UNKNOWN = Family(qkv_bias=False, out_bias=False, weighs_in_fp32=True, streamed=False)
 FAMILIES: dict[str, Family] = {
     "llama": Family(mlp_bias="mlp_bias", fused=True),
     "mistral": Family(qkv_bias=False, out_bias=False, window_every=1, fused=True),
@@ -76,7 +78,7 @@ FAMILIES: dict[str, Family] = {
     "gpt_oss": Family(norm_tensors=(4, 2), more_heads=(1, 0), mlp_tensors=7, sinks=True, window_every=2, experts="gpt_oss"),
     "qwen2_moe": Family(qkv_bias="qkv_bias", out_bias=False, experts="qwen"),
     "qwen3_moe": Family(qk_norm="head", experts="qwen"),
-    "mixtral": Family(qkv_bias=False, out_bias=False, window_every=1, experts="mixtral"),
+    "mixtral": Family(qkv_bias=False, out_bias=False, window_every=1, experts="mixtral", weighs_in_fp32=True),
     "olmo2": Family(norm_tensors=(4, 1), qk_norm="full", qk_norm_tensors=(2, 0)),
     "olmo3": Family(norm_tensors=(4, 1), qk_norm="full", qk_norm_tensors=(2, 0), window_every=4),
     "olmoe": Family(qk_norm="full", experts="olmoe"),

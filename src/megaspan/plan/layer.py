@@ -57,7 +57,8 @@ def layer_bytes(facts: ModelFacts, layer: int, s: Settings) -> LayerBytes:
 
     A norm keeps its input in fp32, the normalised value and its output (the next product's input); normed queries and keys the
     same; attention keeps q, k, v, its output and the log-sum-exp; a gated MLP keeps gate, its activation, up and their product,
-    and its backward holds two gradients of that width more.
+    and its backward holds two gradients of that width more. Experts keep two copies of a token each, and where their outputs are
+    weighed and summed the backward holds three gradients of such copies.
     """
     e, q, k, c, family = facts.hidden, facts.query_width, facts.kv_width, s.compute_bytes, facts.family
     in_fp32, in_type = family.norm_tensors
@@ -70,17 +71,21 @@ def layer_bytes(facts: ModelFacts, layer: int, s: Settings) -> LayerBytes:
     sparse = facts.experts is not None and facts.experts.sparse_layers[layer]
     width = facts.active_mlp_width if sparse else facts.mlp_width
     tensors, backward = (family.mlp_tensors, 2) if family.gated else (2, 1)
-    routed = 2 * c * e * facts.experts.active if sparse and facts.experts else 0
+    copies = e * facts.experts.active if sparse and facts.experts else 0
+    weighed = 3 * (4 if family.weighs_in_fp32 else c) * copies
+    of_mlp = max(backward * c * width, weighed)
     formulas = (
         f"norms {4 * in_fp32 + c * in_type}·E + (Q + K)·{each} + {c}·(K + Q)"
         + (f" + {c}·({more_q}·Q + {more_k}·K)" if more_k else f" + {c * more_q}·Q" if more_q else "")
         + (f" + {4 + 2 * c}·{family.latent:,} of latents" if family.latent else "")
         + f" + gradient {c}·E",
-        f"({tensors} + {backward})·{c}·F; F = {width:,}" + (" of a token's experts, and its copies" if routed else ""),
+        f"({tensors}·{c} + {of_mlp // width})·F; F = {width:,} of a token's experts, and its copies"
+        if copies
+        else f"({tensors} + {backward})·{c}·F; F = {width:,}",
     )
     # Output gradient, dq, dk, dv, and the kernel's fp32 sum of dq.
     of_attention = q * c * 2 + 2 * k * c + (4 * q if s.gpu else 0)
-    return LayerBytes(norms, attention, tensors * c * width + routed, backward * c * width, of_attention, formulas)
+    return LayerBytes(norms, attention, tensors * c * width + 2 * c * copies, of_mlp, of_attention, formulas)
 
 
 def whole_layer_parts(facts: ModelFacts, layer: LayerBytes, s: Settings) -> list[Part]:
