@@ -112,8 +112,23 @@ def test_what_is_being_made_is_waited_for_where_somebody_fails(fails_at: int) ->
     begin = Begun()
     with pytest.raises(ZeroDivisionError):
         _fails(one_ahead(GROUPS, begin, None, True), fails_at)
-    coming = [f"arrive {fails_at + 1}"] if fails_at + 1 < GROUPS else []
-    assert [each for each in begin.said if each.startswith("arrive")] == coming
+    assert [each for each in begin.said if each.startswith("arrive")] == ["arrive 0", "arrive 1", "arrive 2"][fails_at:][:2]
+
+
+@pytest.mark.parametrize("fails_at", range(1, GROUPS))
+def test_a_group_that_is_being_made_is_waited_for_where_the_next_one_cannot_be_begun(fails_at: int) -> None:
+    """Out of memory is found there: of the first group the output would still be on its way into memory that is free."""
+    begin = Begun()
+
+    def begins(number: int) -> Any:
+        if number == fails_at:
+            raise ZeroDivisionError
+        return begin(number)
+
+    with pytest.raises(ZeroDivisionError):
+        for _ in one_ahead(GROUPS, begins, None, True):
+            pass
+    assert begin.said[-1] == f"arrive {fails_at - 1}"
 
 
 def _fails(groups: Any, at: int) -> None:

@@ -410,3 +410,18 @@ def test_a_copy_that_is_on_its_way_is_there_when_its_event_has_been_waited_for(m
     assert torch.equal(tensor, row(0, 8)[0])
     assert torch.equal(inputs.copy_of(saved), row(0, 8)[0])
     inputs.discard()
+
+
+@pytest.mark.parametrize("read", [1, 2])
+def test_a_tile_on_its_way_to_a_reader_that_has_failed_is_waited_for(monkeypatch: pytest.MonkeyPatch, read: int) -> None:
+    """The next one is fetched while one is worked on: its memory is free, and somebody else's, when the error is caught."""
+    lanes = Lanes(0)
+    monkeypatch.setattr(offload, "_copy", lanes.copy)
+    inputs = LayerInputs(CPU, in_flight=0, backend=lanes)
+    (saved,) = forward(inputs, row(0, 8)[:1], places=["host"])
+    tiles = inputs.tiles(saved, [slice(0, 3), slice(3, 6), slice(6, 8)])
+    for _ in range(read):
+        next(tiles)
+    del tiles
+    lanes.synchronize(CPU)  # the copy into a tile that was let go of would be an error here
+    inputs.discard()

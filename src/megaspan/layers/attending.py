@@ -100,16 +100,18 @@ def one_ahead(
     asking for the next one.
     """
     ahead = ahead or (context is not None and (context.exchanges or context.ranks.sp is not None))
+    now: Attending | None = None
     coming: Attending | None = None
     try:
         for number in range(groups):
-            now = coming or begin(number)
+            now, coming = coming or begin(number), None
             coming = begin(number + 1) if ahead and number + 1 < groups else None
             yield number, now
-            del now
+            now = None
     finally:
-        if coming is not None:  # whoever iterates has failed: what is being made may not outlive its memory
-            coming.arrive()
+        for each in (now, coming):  # whoever iterates, or begins, has failed: what is being made may not outlive its memory
+            if each is not None:
+                each.arrive()
 
 
 def attended(

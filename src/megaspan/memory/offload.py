@@ -248,11 +248,15 @@ class LayerInputs:
                 yield whole[:, cut]
             return
         coming = [self._read(saved, cuts[0])]
-        for following in (*cuts[1:], None):
-            if following is not None:
-                coming.append(self._read(saved, following))
-            self._link.stream.wait_event(coming[0][1])
-            yield coming.pop(0)[0]  # held by nobody here: whoever lets go of it before asking has two tiles at a time
+        try:
+            for following in (*cuts[1:], None):
+                if following is not None:
+                    coming.append(self._read(saved, following))
+                self._link.stream.wait_event(coming[0][1])
+                yield coming.pop(0)[0]  # held by nobody here: whoever lets go of it before asking has two tiles at a time
+        finally:
+            for _, arrived in coming:  # whoever reads has failed: what is on its way may not outlive its memory
+                self._link.stream.wait_event(arrived)
 
     def release(self, saved: SavedInput) -> None:
         """Lets go of a tensor that is not needed any more; nothing happens where that was done."""
