@@ -281,6 +281,22 @@ def test_the_scale_of_an_adapter_is_part_of_its_run(tmp_path, model_folder):  # 
         trainer(model_folder, tmp_path, DATA, lora_alpha=16, **options).train(str(tmp_path / "checkpoint-1"))
 
 
+def test_a_resume_that_is_refused_leaves_the_model_as_it_was(tmp_path, model_folder):  # noqa: F811
+    """Weights, and no hook of an optimizer that is gone: who trains anew then begins where the model was loaded."""
+    options = {"max_steps": 2, "bf16": True, "max_grad_norm": 0.0, "save_strategy": "steps", "save_steps": 1}
+    trainer(model_folder, tmp_path / "old", DATA, **options).train()
+    asked = {**options, "dtype": "bfloat16"}
+    refused, fresh = (trainer(model_folder, tmp_path / name, DATA, **asked) for name in ("one", "other"))
+    before = weights(refused.model)
+    with pytest.raises(UserError, match="the checkpoint was made with fp32 masters, and this run is without"):
+        refused.train(str(tmp_path / "old" / "checkpoint-1"))
+    assert_same_bits(weights(refused.model), before)
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in refused.model.parameters())
+    refused.train()
+    fresh.train()
+    assert_same_bits(weights(refused.model), weights(fresh.model))
+
+
 def test_a_trainer_that_has_trained_does_not_go_on_without_its_optimizer(tmp_path, model_folder):  # noqa: F811
     """A second `train()` in a notebook, after the end or after an error: neither nothing nor half a state."""
     done = trainer(model_folder, tmp_path, DATA, max_steps=1)

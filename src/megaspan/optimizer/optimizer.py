@@ -37,7 +37,7 @@ from megaspan.optimizer.conveyor import Conveyor
 from megaspan.optimizer.eight_bit import EightBitAdamW
 from megaspan.optimizer.place import describe, lay_out
 from megaspan.optimizer.schedule import LearningRate, decayed_names
-from megaspan.optimizer.state import load_state, state_of
+from megaspan.optimizer.state import check_same, load_state, state_of
 from megaspan.optimizer.trained import Rule, Trained
 from megaspan.optimizer.update import Update
 from megaspan.plan.states import StatePlan
@@ -232,6 +232,14 @@ class Optimizer:
             "parameters": {name: state_of(trained, self._rule) for name, trained in self._trained.items()},
         }
 
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Whether `load_state_dict` would take this; changes nothing.
+
+        Raises:
+            UserError: the state is of other parameters or of another kind of optimizer.
+        """
+        check_same(self._trained, state["parameters"], self._rule)
+
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues where `state_dict` was taken, bit for bit, wherever things lay then; weights with masters are set to them.
@@ -244,7 +252,7 @@ class Optimizer:
         self.steps, self.updating = int(state["steps"]), False
 
     def close(self) -> None:
-        """Takes the hooks off the model and gives the host memory back; not to be used afterwards."""
+        """Takes the hooks off the model and gives the host memory back; harmless when called twice, the end of its use."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []

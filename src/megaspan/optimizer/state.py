@@ -48,7 +48,7 @@ def load_state(
     Raises:
         UserError: it is of other parameters, or of another kind of optimizer; nothing was changed.
     """
-    _check_same(here, saved, rule)
+    check_same(here, saved, rule)
     for name, trained in here.items():
         state = saved[name]
         trained.stepped = "step" in state
@@ -83,7 +83,12 @@ def _part(saved: Any, here: Any) -> Tensor:
     return here.of(whole) if isinstance(here, Sharded) else whole
 
 
-def _check_same(here: Mapping[str, Trained], saved: Mapping[str, Mapping[str, Any]], rule: Rule) -> None:
+def check_same(here: Mapping[str, Trained], saved: Mapping[str, Mapping[str, Any]], rule: Rule) -> None:
+    """Compares a saved state with what is trained here, by names and shapes alone.
+
+    Raises:
+        UserError: it is of other parameters, or of another kind of optimizer.
+    """
     missing, unknown = here.keys() - saved.keys(), saved.keys() - here.keys()
     for name, trained in here.items():
         shapes = {key: trained.whole_shape(entry) for key, entry in rule.entries(trained).items()}

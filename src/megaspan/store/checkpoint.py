@@ -144,7 +144,7 @@ def load_checkpoint(
     Args:
         path: a checkpoint folder.
         model: the model the run started from, prepared in the same way.
-        optimizer: new, for that model.
+        optimizer: new, for that model; asked first by its `check_state_dict`, where it has one.
         identity: compared with the one that was saved.
         options: those of this run that an identity can come from; where it differs, those that the run had otherwise are named.
 
@@ -168,13 +168,16 @@ def load_checkpoint(
     if not shared and all(tensor.device.type == "cpu" for tensor in here.values()):
         # An optimizer on the CPU would keep what it is given: not pages of a file, then, that rotation is going to delete.
         tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+    of_optimizer = join_state(state["optimizer"], tensors)
+    if (check := getattr(optimizer, "check_state_dict", None)) is not None:
+        check(of_optimizer)  # before the weights are those of the checkpoint
     with torch.no_grad():
         for name, tensor in here.items():
             if isinstance(tensor, Sharded):
                 tensor.local.copy_(tensor.of(weights[name]))
             else:
                 tensor.copy_(weights[name])
-    optimizer.load_state_dict(join_state(state["optimizer"], tensors))
+    optimizer.load_state_dict(of_optimizer)
     restore_random_state(join_state(_random_of_this_rank(state) if shared else state["random"], tensors))
     return join_state(state["progress"], {})
 

@@ -129,9 +129,9 @@ class SFTTrainer:
         """
         with ExitStack() as stack:
             store.together(lambda: stack.enter_context(store.lock_run(self.args.output_dir)))
-            return self._train(resume_from_checkpoint)
+            return self._train(resume_from_checkpoint, stack)
 
-    def _train(self, resume_from_checkpoint: str | bool | None) -> TrainOutput:
+    def _train(self, resume_from_checkpoint: str | bool | None, stack: ExitStack) -> TrainOutput:
         args, job, state = self.args, self._job, self._callbacks.state
         wish = args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
         checkpoint = store.together(lambda: store.open_run(args.output_dir, wish))
@@ -149,6 +149,7 @@ class SFTTrainer:
             shuffled=args.train_sampling_strategy == "random",
         )
         optimizer = Optimizer(self.model, args, schedule.total_steps, states=job.plan.states)
+        stack.callback(optimizer.close)  # of a train() that is refused, its hooks would take the next one's gradients
         self._start_state(schedule, optimizer)
         resumed: list[Line] = []
         if checkpoint is not None:
@@ -157,7 +158,7 @@ class SFTTrainer:
             self._restore_state(saved)
             before = Resumed.of(checkpoint, saved)
             if (finished := before.nothing_left(args, schedule)) is not None:
-                return self._finished(optimizer, finished)
+                return self._finished(finished)
             resumed = before.lines(args, schedule, optimizer.learning_rate)
         rehearsal = store.rehearse_save(
             args.output_dir,
@@ -224,9 +225,8 @@ class SFTTrainer:
         found = {"train_runtime": seconds, "train_loss": loop.mean_loss} | ({"resumed_at_step": float(first)} if first else {})
         return TrainOutput(state.global_step, loop.mean_loss, found)
 
-    def _finished(self, optimizer: Optimizer, sentence: str) -> TrainOutput:
+    def _finished(self, sentence: str) -> TrainOutput:
         """A run that has done all its steps already: its weights are there to be saved, and nothing of it is written anew."""
-        optimizer.close()
         self._job.levers.give_back_disk()
         self._job.say(f"megaspan: {sentence}.")
         steps = self.state.global_step
