@@ -24,12 +24,25 @@ from megaspan.model.load import load_model
 from megaspan.model.shard import materialise, reset, shard, sharding_mesh, shards
 from megaspan.model.sharded import load_sharded
 from megaspan.model.source import Source
+from megaspan.model.tables import Table
 from megaspan.optimizer import Optimizer
 from megaspan.plan.states import StatePlan
 from megaspan.world.axes import Mesh, device_axes
 from tests.gloo import run_ranks
 from tests.model.support import plan, settings
 from tests.models import assert_same_gradients, batch, gradients, save_model_folder, tiny, tiny_config
+
+
+def test_a_table_that_there_is_no_room_to_gather_stays_as_it_is() -> None:
+    """And the error is the one of the memory, not of what was to be given back."""
+    words = torch.nn.Embedding(6, 4)
+    shard_of_it, held = words.weight, words.weight.untyped_storage().nbytes()
+    table = Table(shard_of_it, [(words, "weight")])
+    full = patch.object(table, "_gather", side_effect=torch.OutOfMemoryError("full"))
+    with full, pytest.raises(torch.OutOfMemoryError, match="full"):
+        words(torch.tensor([1]))
+    assert words.weight is shard_of_it
+    assert words.weight.untyped_storage().nbytes() == held
 
 
 def mesh_of(world: int, replicate: int = 1) -> Any:

@@ -32,17 +32,17 @@ from megaspan.memory.runs import Runs
 PAGE = 4096
 _TOUCH_BYTES = 64 * 2**20
 _TOUCH_THREADS = 8
-LESS = "lower max_length, or set gradient_checkpointing_kwargs: {offload: false}"
+_LESS = "lower max_length, or set gradient_checkpointing_kwargs: {offload: false}"
 
 
-def _map_pages(size: int, purpose: str, less: str) -> torch.Tensor:
+def _map_pages(size: int, purpose: str) -> torch.Tensor:
     """`size` bytes of fresh private memory, uint8, not yet backed by pages; huge pages where the kernel has them."""
     try:
         pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
         raise UserError(
             f"the host has no {format_bytes(size)} for {purpose} ({error})",
-            do=f"Free host memory, {less}",
+            do=f"Free host memory, {_LESS}",
         ) from error
     # Huge pages: a kernel without them gives ordinary ones. No copy in forked processes (data loaders): a fork would mark every
     # page as shared, and a page that is then written to moves, away from the GPU's or the disk's copy that is under way to it.
@@ -60,7 +60,7 @@ def _touch(pages: torch.Tensor) -> None:
         list(pool.map(torch.Tensor.zero_, pages.split(_TOUCH_BYTES)))
 
 
-def _register(pages: torch.Tensor, less: str) -> None:
+def _register(pages: torch.Tensor) -> None:
     """Pins `pages` for every CUDA context of the process."""
     portable = 1
     code = int(torch.cuda.cudart().cudaHostRegister(pages.data_ptr(), pages.numel(), portable))
@@ -68,7 +68,7 @@ def _register(pages: torch.Tensor, less: str) -> None:
         raise UserError(
             f"{format_bytes(pages.numel())} of host memory could not be pinned (CUDA error {code})",
             do="Raise the locked-memory limit (`ulimit -l unlimited`; for a container `--ulimit memlock=-1`) or the memory of "
-            f"the container, {less}",
+            f"the container, {_LESS}",
         )
 
 
@@ -98,14 +98,14 @@ class Slot:
 class _Block:
     """One mapping, and which of its bytes are free."""
 
-    def __init__(self, size: int, pinned: bool, purpose: str, less: str) -> None:
+    def __init__(self, size: int, pinned: bool, purpose: str) -> None:
         self.size = size
-        self.pages = _map_pages(size, purpose, less)
+        self.pages = _map_pages(size, purpose)
         self._runs = Runs(size)
         self._unpin: weakref.finalize | None = None
         if pinned:
             _touch(self.pages)
-            _register(self.pages, less)
+            _register(self.pages)
             # An arena that is forgotten must not leave a registration behind: the next mapping may get the same address.
             self._unpin = weakref.finalize(self, _unregister, self.pages)
             self._unpin.atexit = False
@@ -142,7 +142,6 @@ class HostArena:
         pinned: register the memory with CUDA, so that copies run beside the computation; False gives plain memory (CPU).
         limit: most bytes the arena may hold, or None.
         purpose: what it holds, for error messages (a plural).
-        less: what to do where there is not enough, the end of a sentence.
 
     Attributes:
         used: bytes in slots that are out.
@@ -150,9 +149,9 @@ class HostArena:
         seconds_pinning: time spent mapping, touching and pinning so far.
     """
 
-    def __init__(self, *, pinned: bool, limit: int | None = None, purpose: str = "layer inputs", less: str = LESS) -> None:
+    def __init__(self, *, pinned: bool, limit: int | None = None, purpose: str = "layer inputs") -> None:
         self.pinned, self.limit = pinned, limit
-        self.purpose, self.less = purpose, less
+        self.purpose = purpose
         self.used = self.peak = 0
         self.seconds_pinning = 0.0
         self._blocks: list[_Block] = []
@@ -189,14 +188,14 @@ class HostArena:
             raise UserError(
                 f"{self.purpose} need {format_bytes(total)} of host memory",
                 found=f"a limit of {format_bytes(self.limit)}",
-                do=f"Raise host_memory if the machine has more, {self.less}",
+                do=f"Raise host_memory if the machine has more, {_LESS}",
             )
         for block in self._blocks:
             if block not in kept:
                 block.close()
         self._blocks = kept
         began = time.perf_counter()
-        self._blocks = [*kept, _Block(total - self.bytes, self.pinned, self.purpose, self.less)]
+        self._blocks = [*kept, _Block(total - self.bytes, self.pinned, self.purpose)]
         self.seconds_pinning += time.perf_counter() - began
 
     def take(self, size: int) -> Slot:
@@ -210,18 +209,6 @@ class HostArena:
         self.used += slot.size
         self.peak = max(self.peak, self.used)
         return slot
-
-    def take_all(self, sizes: Sequence[int]) -> list[Slot]:
-        """A slot for each of `sizes`, in bytes; what they need beside the free memory is got in one piece.
-
-        For things of many sizes that stay, such as the optimizer's: one `take` after the other would pin hundreds of blocks.
-
-        Raises:
-            UserError: the arena would have to grow and cannot.
-        """
-        if sizes:
-            self.reserve(1, sum(map(pages, sizes)))
-        return [self.take(size) for size in sizes]
 
     def give(self, slot: Slot) -> None:
         """Takes a slot back; its bytes may be handed out again at once.

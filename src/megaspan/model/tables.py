@@ -84,7 +84,7 @@ class Table:
             module, name = self.places[0]
             whole = module._parameters[name]
             self._put(self.parameter)
-            if not self._read_later and whole is not None:
+            if not self._read_later and whole is not None and whole is not self.parameter:  # no memory for the whole: no whole
                 whole.untyped_storage().resize_(0)
             self._read_later = False
 

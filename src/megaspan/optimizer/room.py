@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megaspan.human import UserError, format_bytes
-from megaspan.memory.arena import PAGE, HostArena
+from megaspan.memory.arena import HostArena, pages
 
 
 class HostRoom:
@@ -25,8 +25,8 @@ class HostRoom:
     """
 
     def __init__(self, sizes: list[tuple[int, torch.dtype]], *, pinned: bool) -> None:
-        self._arena = HostArena(pinned=pinned)
-        total = sum(-(-max(count * dtype.itemsize, 1) // PAGE) * PAGE for count, dtype in sizes)
+        self._arena = HostArena(pinned=pinned, purpose="the optimizer's states")
+        total = sum(pages(max(count * dtype.itemsize, 1)) for count, dtype in sizes)
         try:
             if total:
                 self._arena.reserve(1, total)
