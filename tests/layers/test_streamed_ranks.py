@@ -49,16 +49,16 @@ def by_hand(keep: str | None, *, tile: int = 5, heads: int | None = 1, back: boo
     return SimpleNamespace(
         checkpoint=True,
         offload=True,
-        keep_on_device=1,
         loss_tile_tokens=7,
         host_limit=2**34,
         streamed=keep is not None,
         layer_tile_tokens=tile,
         kv_heads_per_call=heads,
-        keep_outputs=3,
+        host_for_layers=2**34,
         model=SimpleNamespace(layers=1 if keep == "one" else 3),
-        keep=None if keep is None else KEEPS[keep],
+        keep=KEEPS["host" if keep is None else keep],
         stream_back=back,
+        project_ahead=False,
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from megaspan.config import SFTConfig
+from megaspan.plan.keep import KeepPolicy, LayerKeep, Place
 from tests.models import gradients
 
 torch.set_num_threads(1)
@@ -26,6 +27,7 @@ def plan(
     streamed: bool = True,
     heads: int | None = None,
     outputs: int = 2,
+    layers: int = 2,
 ) -> Any:
     """A plan by hand: tiles that divide nothing, one layer input kept where two layers are.
 
@@ -36,20 +38,25 @@ def plan(
         streamed: layers run in tiles of 9 tokens; False checkpoints them whole.
         heads: KV heads in one call of attention's backward.
         outputs: last layers that keep attention's output.
+        layers: of the model.
     """
+    places: list[Place] = ["host" if offload and index < layers - keep else "device" for index in range(layers)]
+    kept = (LayerKeep(place, place if index >= layers - outputs else None) for index, place in enumerate(places))
     return SimpleNamespace(
         checkpoint=checkpoint,
         offload=offload,
-        keep_on_device=keep if offload else 0,
+        keep=KeepPolicy(tuple(kept)),
         loss_tile_tokens=tile,
         host_limit=2**34,
+        host_for_layers=2**34,
         streamed=streamed,
         layer_tile_tokens=9,
         kv_heads_per_call=heads,
-        keep_outputs=outputs,
+        stream_back=False,
+        project_ahead=False,
         tokens=256,
         sizes=SimpleNamespace(cp=1, sp=1),
-        model=SimpleNamespace(layers=2),
+        model=SimpleNamespace(layers=layers),
     )
 
 

@@ -28,8 +28,8 @@ MIXED = KeepPolicy((LayerKeep("disk", "disk"), LayerKeep(None, "host"), LayerKee
 
 def on_disk(keep: KeepPolicy, **changes: Any) -> Any:
     made = plan(**changes)
-    made.keep, made.tokens, made.stream_back = keep, 256, False
-    made.keep_outputs, made.keep_on_device, made.model.layers = keep.keep_outputs, keep.keep_on_device, len(keep.layers)
+    made.keep = keep
+    made.model.layers = len(keep.layers)
     made.seconds = Seconds((), "unknown")
     return made
 

@@ -62,7 +62,7 @@ def test_gradients_are_those_of_plain_peft(family: str, case: str) -> None:
 
 def test_every_layer_learns_and_the_base_does_not() -> None:
     """R63: B of every layer gets a gradient in step 1 (A is zero there, as B starts at zero), also with a frozen embedding."""
-    model = prepare(wrap_lora(tiny("llama", layers=4), lora(lora_target_modules="all-linear")), settings(), plan())
+    model = prepare(wrap_lora(tiny("llama", layers=4), lora(lora_target_modules="all-linear")), settings(), plan(layers=4))
     _, gradients = step(model, **batch(LENGTH))
     parts = [name for name in gradients if "lora_B" in name]
     assert len(parts) == 4 * 7

@@ -76,7 +76,7 @@ def test_layers_below_all_trained_ones_have_no_backward(family: str, first: int)
         for part in (model.model.embed_tokens, *model.model.layers[:first]):
             part.requires_grad_(False)
         if prepared:
-            prepare(model, settings(), plan(checkpoint=True, offload=True))
+            prepare(model, settings(), plan(checkpoint=True, offload=True, layers=3))
         first_row, second_row = (model(**batch(LENGTH, seed=seed)).loss for seed in (0, 1))
         second_row.backward()
         first_row.backward()
@@ -549,7 +549,7 @@ def test_the_header_says_what_streamed_layers_do_without() -> None:
 
 def test_the_header_says_which_layers_run_whole_for_somebodys_hooks() -> None:
     """As hooks come and go: a gradient's is to run once, a module's to see whole rows."""
-    model: Any = prepare(tiny("qwen3", layers=3), settings(), plan())
+    model: Any = prepare(tiny("qwen3", layers=3), settings(), plan(layers=3))
     hooks = [
         model.model.layers[0].mlp.up_proj.weight.register_hook(lambda gradient: gradient),
         model.model.layers[2].self_attn.q_norm.register_forward_hook(lambda *_: None),

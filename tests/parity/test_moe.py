@@ -231,11 +231,11 @@ def test_over_ranks_a_balance_loss_of_layers_that_run_whole_is_refused_when_the_
     object.__setattr__(args, "cp_size", 2)
     model = model_of("mixtral")
     with pytest.raises(UserError, match="on several ranks: its layers do not stream"):
-        prepare(model, args, plan(**changes))
+        prepare(model, args, plan(**changes, layers=LAYERS))
     assert model.config._attn_implementation == "eager"
     assert not any("_gradient_checkpointing_func" in module.__dict__ for module in model.model.layers)
-    prepare(model_of("mixtral", output_router_logits=False), args, plan(**changes))
-    prepare(model, args, plan())
+    prepare(model_of("mixtral", output_router_logits=False), args, plan(**changes, layers=LAYERS))
+    prepare(model, args, plan(layers=LAYERS))
 
 
 def test_without_checkpointing_the_loss_is_the_models_own_function() -> None:

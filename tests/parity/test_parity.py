@@ -75,7 +75,7 @@ def model_of(case: Case, config: SFTConfig, dtype: torch.dtype = torch.float32) 
 
 def prepared(case: Case, config: SFTConfig, dtype: torch.dtype = torch.float32) -> Any:
     on = case["checkpoint"] != "none"
-    by_hand = plan(checkpoint=on, offload=case["checkpoint"] == "host", tile=TILE, **LAYER_PLANS[case["layer"]])
+    by_hand = plan(checkpoint=on, offload=case["checkpoint"] == "host", tile=TILE, layers=LAYERS, **LAYER_PLANS[case["layer"]])
     return prepare(model_of(case, config, dtype), config, by_hand)
 
 
@@ -169,7 +169,7 @@ def check_bf16(case: Case, device: str) -> None:
     plain = model_of(case, config, torch.bfloat16).to(device)
     on = case["checkpoint"] != "none"
     ours = model_of(case, config, torch.bfloat16).to(device)
-    prepare(ours, config, plan(checkpoint=on, offload=case["checkpoint"] == "host", tile=TILE))
+    prepare(ours, config, plan(checkpoint=on, offload=case["checkpoint"] == "host", tile=TILE, layers=LAYERS))
     loss_errors: dict[str, list[float]] = {"ours": [], "plain": []}
     errors: dict[str, Counter[str]] = {"ours": Counter(), "plain": Counter()}
     size: Counter[str] = Counter()

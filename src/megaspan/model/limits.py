@@ -47,8 +47,8 @@ def check_host_room(plan: Any) -> None:
     Raises:
         UserError: with what the host has to have.
     """
-    keep, left = getattr(plan, "keep", None), getattr(plan, "host_for_layers", 1)
-    if left > 0 or keep is None or "host" not in {*keep.places, *([keep.again] if keep.runs_again else [])}:
+    keep, left = plan.keep, plan.host_for_layers
+    if left > 0 or "host" not in {*keep.places, *([keep.again] if keep.runs_again else [])}:
         return
     ranks = plan.machine.host_ranks
     raise UserError(

@@ -329,17 +329,16 @@ def _checkpoint(model: PreTrainedModel, state: Levers) -> None:
     from megaspan.layers.dials import LayerPlan
     from megaspan.layers.streamed import Streaming
 
-    plan, limit = state.plan, getattr(state.plan, "host_for_layers", None)
-    keep = _policy(plan, len(checkpointed_layers(model)))
+    plan, keep, limit = state.plan, state.plan.keep, state.plan.host_for_layers
     state.disk = open_disk(state.args, keep)
     tier = None if state.disk is None else state.disk.tier
     if plan.streamed:
         tiles = LayerPlan(
             plan.layer_tile_tokens,
             plan.kv_heads_per_call,
-            getattr(plan, "stream_back", False),
+            plan.stream_back,
             state.args.sp_size,
-            project_ahead=getattr(plan, "project_ahead", False),
+            project_ahead=plan.project_ahead,
         )
         state.checkpointing = Streaming(tiles, keep, state.layer_reached, host_limit=limit, disk=tier)
     else:
@@ -355,18 +354,6 @@ def _checkpoint(model: PreTrainedModel, state: Levers) -> None:
     state.settings = replace(state.settings, dropout=state._general().dropout)
     if isinstance(state.checkpointing, Streaming) and state.checkpointing.balances:
         state.settings = replace(state.settings, balancing=state.checkpointing.balancing)
-
-
-def _policy(plan: Any, layers: int) -> Any:
-    from megaspan.plan.keep import KeepPolicy, LayerKeep
-
-    if getattr(plan, "keep", None) is not None:
-        return plan.keep
-    places: list[Any] = [
-        "host" if plan.offload and index < layers - plan.keep_on_device else "device" for index in range(layers)
-    ]
-    kept = range(layers - plan.keep_outputs, layers)
-    return KeepPolicy(tuple(LayerKeep(place, place if index in kept else None) for index, place in enumerate(places)))
 
 
 def _input_bytes(model: PreTrainedModel, tokens: int) -> int:
