@@ -18,7 +18,8 @@ import torch
 
 from megaspan.human import format_bytes, format_tokens, parse_tokens
 from megaspan.layers.head import Head
-from megaspan.layers.loss import linear_cross_entropy, loss_bytes, plain_cross_entropy, tile_tokens_for
+from megaspan.layers.loss import linear_cross_entropy, loss_bytes, plain_cross_entropy
+from megaspan.plan.logits import loss_tile
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
@@ -37,7 +38,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     if made.tiny:
         made.tokens, made.vocab, made.hidden, made.repeats = 512, 1000, 64, 1
     if not made.tiles:
-        chosen = tile_tokens_for(made.vocab)
+        chosen = loss_tile(made.vocab)
         made.tiles = [chosen // 2, chosen, 2 * chosen]
     return made
 

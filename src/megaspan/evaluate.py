@@ -25,10 +25,11 @@ from megaspan.config.parallel import OPTIONS
 from megaspan.data import Row, Rows, prepare_rows
 from megaspan.human import UserError, format_tokens
 from megaspan.layers.head import head_of
-from megaspan.layers.loss import linear_cross_entropy, tile_tokens_for
+from megaspan.layers.loss import linear_cross_entropy
 from megaspan.model import check_token_ids, load_model, load_tokenizer, plan_of, prepare
 from megaspan.model.taken import check_files
 from megaspan.plan.facts import read_config
+from megaspan.plan.logits import loss_tile
 from megaspan.rope import resolve_rope
 from megaspan.world import device, keep_kernels, set_allocator
 
@@ -74,7 +75,7 @@ def loss_by_position(model: Any, rows: list[Row], bounds: list[int]) -> list[Buc
             first, last = max(start, 1), min(stop, len(labels_t))  # a row's first token has nothing to be predicted from
             if first >= last:
                 continue
-            tile_tokens = tile_tokens_for(head.weight_VE.shape[0])
+            tile_tokens = loss_tile(head.weight_VE.shape[0])
             part = linear_cross_entropy(hidden_tE[first - 1 : last - 1], head, labels_t[first:last], tile_tokens=tile_tokens)
             sums[place] += part.loss.item()
             counts[place] += int(part.tokens)

@@ -15,13 +15,14 @@ from megaspan.attention import context
 from megaspan.attention.attend import attend_backward, attend_forward
 from megaspan.attention.context import ContextPlan, RowContext, RowRanks
 from megaspan.attention.gather import Gather
-from megaspan.attention.heads import kv_heads_a_call, to_tokens
+from megaspan.attention.heads import to_tokens
 from megaspan.attention.kernel import Scoring
 from megaspan.attention.layout import lay_out
 from megaspan.attention.mask import Mask
 from megaspan.attention.onway import OnTheWay
 from megaspan.attention.segments import Segments
 from megaspan.attention.work import Work
+from megaspan.plan.ranks import kv_heads_a_call
 from tests.attention.reference import dense, distance
 from tests.attention.rows import visible
 from tests.gloo import run_ranks

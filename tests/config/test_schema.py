@@ -42,7 +42,6 @@ def test_only_max_length_is_required():
     config = SFTConfig(max_length="1M")
     assert config.offload
     assert config.weights_dtype is None
-    assert config.trackers == ()
     assert (config.packing, config.packing_strategy, config.loss_type) == (True, "wrapped", "chunked_nll")
 
 

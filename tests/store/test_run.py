@@ -6,8 +6,7 @@ import torch
 import yaml
 
 from megaspan.human import UserError
-from megaspan.store import folder_fingerprint, open_run, read_run_facts, save_checkpoint, save_model, write_run_facts
-from tests.models import save_model_folder, tiny
+from megaspan.store import open_run, read_run_facts, save_checkpoint, save_model, write_run_facts
 from tests.store.training import start
 
 
@@ -62,13 +61,3 @@ def test_what_a_killed_save_left_is_cleared(tmp_path):
     (tmp_path / ".partial-checkpoint-3").mkdir()
     assert open_run(tmp_path) is None
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_fingerprint_of_a_folder_sees_other_weights_and_settings(tmp_path):
-    first = folder_fingerprint(save_model_folder(tmp_path / "a"))
-    assert first == folder_fingerprint(save_model_folder(tmp_path / "b"))
-    tiny("qwen3", vocab_size=320, eos_token_id=256, seed=1).save_pretrained(tmp_path / "b")
-    assert first != folder_fingerprint(tmp_path / "b")
-    settings = json.loads((tmp_path / "a" / "config.json").read_text())
-    (tmp_path / "a" / "config.json").write_text(json.dumps(settings | {"rope_theta": 1}))
-    assert first != folder_fingerprint(tmp_path / "a")

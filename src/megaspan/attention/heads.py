@@ -15,20 +15,6 @@ from torch import Tensor
 from megaspan.attention.onway import OnTheWay
 
 
-def kv_heads_a_call(kv_heads: int, sp_size: int, wanted: int | None) -> int | None:
-    """KV heads of a head group that sp ranks can share: `wanted` or a few more.
-
-    Args:
-        kv_heads: of the layer.
-        sp_size: ranks; divides `kv_heads` or is a multiple of them (`config.parallel.check_heads`).
-        wanted: KV heads that one rank is to work on at once, None for all.
-
-    Returns:
-        A multiple of `sp_size`, or None: all heads in one group, also where there are fewer KV heads than ranks.
-    """
-    return None if wanted is None or wanted * sp_size >= kv_heads else wanted * sp_size
-
-
 def to_heads(parts_tHD: Sequence[Tensor], group: dist.ProcessGroup, replicas: int = 1) -> OnTheWay:
     """Begins to bring this rank's heads of all tokens; all sp ranks call it.
 

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
@@ -29,6 +30,7 @@ from megaspan.attention.cudnn import CuDNN
 from megaspan.attention.flash2 import Flash2
 from megaspan.attention.flash4 import Flash4
 from megaspan.attention.kernel import Case, Given, Kernel, Refusal, Scoring
+from megaspan.attention.mask import Mask
 from megaspan.attention.segments import Segments
 from megaspan.attention.tiled import TiledMath
 
@@ -215,11 +217,7 @@ def cycles_per_second(device: torch.device) -> float:
 
 def visible_pairs(queries: int, keys: int, window: int | None) -> int:
     """Pairs of a query and a key that it sees; the queries are the last of the keys."""
-    before = keys - queries
-    if window is None or window >= keys:
-        return queries * before + queries * (queries + 1) // 2
-    growing = max(0, min(window - before, queries))  # queries that see all keys up to themselves
-    return growing * before + growing * (growing + 1) // 2 + (queries - growing) * window
+    return int(Mask(window).visible_pairs(np.array([keys - queries]), np.array([keys]))[0])
 
 
 # What kernels allocate inside a call.

@@ -284,11 +284,6 @@ class SFTConfig(BaseModel):
         """The wish for the weights; None is fp32 masters with bf16 computation on a GPU."""
         return self.dtype
 
-    @property
-    def trackers(self) -> tuple[str, ...]:
-        """The names in report_to, without "none"."""
-        return () if self.report_to == "none" else tuple(self.report_to)
-
 
 def _wrong_value(name: str, value: Any) -> UserError:
     """One field's error: the sentence kept for this very value where there is one, else the legal values."""

@@ -49,19 +49,6 @@ class LossSums:
     entropy: Tensor
 
 
-def tile_tokens_for(vocab: int) -> int:
-    """Rows of logits held at once: 2,048, halved until a tile takes at most 1.25 GiB, but not below 256.
-
-    A tile reads and writes the whole fp32 gradient of the weight (8*V*E bytes) for 2*n*V*E operations: n/4 operations a byte.
-    An H200 does 184 in the time of a byte (790 TFLOP/s, 4.3 TB/s): with 256 rows, as in the guide, that product waits for
-    memory two thirds of its time, 1,024 barely hide the memory, 2,048 hide it more than twice over; more only cost memory.
-    """
-    tile = 2048
-    while tile > 256 and loss_bytes(0, 0, vocab, tile) > 5 * 2**28:
-        tile //= 2
-    return tile
-
-
 def launch_rows(tile_tokens: int, vocab: int) -> int:
     """Rows of a tile such that no kernel sees 2**31 elements of logits: offsets of 32 bits overflow there (case R56)."""
     return max(1, min(tile_tokens, (2**31 - 1) // vocab))

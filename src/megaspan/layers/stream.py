@@ -28,7 +28,6 @@ from torch.autograd.function import once_differentiable
 
 from megaspan.attention import AttentionCall
 from megaspan.attention.context import ContextPlan, RowContext
-from megaspan.attention.heads import kv_heads_a_call
 from megaspan.attention.mask import Mask
 from megaspan.layers.attending import Attending, Landing, attended, one_ahead
 from megaspan.layers.balance import Balance
@@ -44,6 +43,7 @@ from megaspan.layers.tape import Kept, Stores, Tape
 from megaspan.layers.tile import GradientSums, tiles, together
 from megaspan.memory.aside import Aside
 from megaspan.plan.keep import Place
+from megaspan.plan.ranks import kv_heads_a_call
 
 Tiles: TypeAlias = Callable[[Sequence[slice]], Iterator[Tensor]]
 """Gives a row's hidden states in tiles of tokens."""

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from megaspan.attention.context import RowContext
-from megaspan.attention.heads import kv_heads_a_call
 from megaspan.attention.seam import NAME, refuse_packed
 from megaspan.layers.balance import Balance, knows_balance
 from megaspan.layers.checkpoint import CheckpointStats, checkpointed_layers, checkpointing_of, hooks_to_run, layer_called
@@ -41,6 +40,7 @@ from megaspan.layers.tile import hooks_inside, want_gradients
 from megaspan.layers.tokenwise import tile_final_norm
 from megaspan.memory.disk import DiskTier
 from megaspan.plan.keep import KeepPolicy, LayerKeep, Place
+from megaspan.plan.ranks import kv_heads_a_call
 
 _CACHES = ("cache", "past_key_values", "past_key_value")
 _WANTED_FROM_INSIDE = ("output_attentions", "output_router_logits")

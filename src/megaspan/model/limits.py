@@ -11,9 +11,7 @@ from typing import Any
 import torch
 
 from megaspan.human import UserError, format_bytes
-
-NLL_BYTES_PER_LOGIT = 20
-"""Peak of `plain_cross_entropy`: logits in bf16 and fp32, and the temporaries of loss, entropy and their gradient."""
+from megaspan.plan.logits import NLL_BYTES
 
 
 def past_window(length: int, window: int) -> UserError:
@@ -31,10 +29,10 @@ def check_logits_fit(tokens: int, vocabulary: int, free: int) -> None:
     Raises:
         UserError: they need more than `free` bytes.
     """
-    need = tokens * vocabulary * NLL_BYTES_PER_LOGIT
+    need = tokens * vocabulary * NLL_BYTES
     if need > free:
         raise UserError(
-            f"loss_type: nll holds all logits, {tokens:,} x {vocabulary:,} x {NLL_BYTES_PER_LOGIT} bytes = "
+            f"loss_type: nll holds all logits, {tokens:,} x {vocabulary:,} x {NLL_BYTES} bytes = "
             f"{format_bytes(need)}, and {format_bytes(free)} are free",
             do="Use loss_type: chunked_nll, the same loss in tiles; newer TRL means the chunked one when it says nll",
         )

@@ -20,8 +20,7 @@ import torch
 from megaspan.attention.context import RowContext, RowRanks
 from megaspan.attention.layout import lay_out
 from megaspan.human import UserError
-
-IGNORED = -100
+from megaspan.layers.loss import IGNORED
 
 
 @dataclass(frozen=True)

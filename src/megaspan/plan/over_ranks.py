@@ -24,6 +24,7 @@ from typing import NamedTuple
 from megaspan.human import count_of
 from megaspan.plan.facts import ModelFacts
 from megaspan.plan.parts import Part, Settings
+from megaspan.plan.ranks import kv_heads_a_call
 
 CAST_ELEMENTS = 2**24
 """Of a key's gradient, in fp32 at once while it is added to the sums: 64 MiB, where all of it may be 1 GB."""
@@ -86,9 +87,8 @@ class Held(NamedTuple):
 
 
 def heads_a_call(facts: ModelFacts, s: Settings) -> int | None:
-    """KV heads of a head group, None for all of them: sp ranks take as many each as one does (`attention/heads.py`)."""
-    wanted = s.kv_heads_per_call
-    return None if wanted is None or wanted * s.ranks.sp >= facts.kv_heads else wanted * s.ranks.sp
+    """KV heads of a head group, None for all of them."""
+    return kv_heads_a_call(facts.kv_heads, s.ranks.sp, s.kv_heads_per_call)
 
 
 def group_of(facts: ModelFacts, s: Settings, kv_heads: int | None) -> Group:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from megaspan.human import format_bytes, format_seconds
 
-# The guide's five, then what TRL logs, then speed. Bytes and phase seconds are in metrics.jsonl.
+# What TRL logs, in its order, then speed. Bytes are in metrics.jsonl.
 _SHOWN = (
     "loss",
     "grad_norm",

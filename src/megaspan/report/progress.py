@@ -83,11 +83,6 @@ class Progress:
         self._pace.enter_phase(name)
         self._changed()
 
-    def end_step(self) -> None:
-        """The step is over. `log` and `begin_step` say so too."""
-        self._pace.end_step()
-        self._changed()
-
     def log(self, step: int, entry: Mapping[str, float]) -> None:
         """Prints the line of a logged entry."""
         if "loss" in entry:

@@ -14,7 +14,6 @@ from megaspan.store.rehearsal import Rehearsal, rehearse_save
 from megaspan.store.run import (
     check_place,
     checkpoint_of,
-    folder_fingerprint,
     lock_run,
     open_run,
     read_run_facts,
@@ -32,7 +31,6 @@ __all__ = [
     "checkpoints",
     "differing",
     "export",
-    "folder_fingerprint",
     "latest_checkpoint",
     "load_checkpoint",
     "lock_run",

@@ -14,7 +14,6 @@ import contextlib
 import datetime
 import errno
 import fcntl
-import hashlib
 import importlib.metadata
 import json
 import os
@@ -175,25 +174,6 @@ def read_run_facts(run: Path | str) -> dict[str, Any]:
     """What `run.json` holds: `starts`, oldest first; an empty dict where there is none."""
     path = Path(run) / "run.json"
     return json.loads(path.read_text()) if path.exists() else {}
-
-
-def folder_fingerprint(folder: Path | str) -> str:
-    """A fingerprint of a local model folder in milliseconds: it has no commit, and hashing 16 GB takes a while.
-
-    Settings are hashed whole; of each weight file its size and 64 evenly spaced blocks of 4 KiB. Training changes all of them.
-    """
-    digest = hashlib.sha256()
-    for path in sorted(Path(folder).iterdir()):
-        if path.suffix == ".safetensors":
-            size = path.stat().st_size
-            digest.update(f"{path.name} {size}\n".encode())
-            with path.open("rb") as file:
-                for number in range(64):
-                    file.seek(max(0, size - 4096) * number // 63)
-                    digest.update(file.read(4096))
-        elif path.suffix == ".json":
-            digest.update(path.name.encode() + b"\n" + path.read_bytes())
-    return digest.hexdigest()[:16]
 
 
 def _software() -> dict[str, Any]:

@@ -22,13 +22,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megaspan.human import UserError
 from megaspan.layers.shards import Sharded, compute_dtype, sharded
 from megaspan.store.adapter import base_of, is_adapter, is_resized
+from megaspan.world.turns import error_told, told
 
 PIECE_BYTES = 64 * 2**20
 _Result = TypeVar("_Result")
-_FIELDS = ("what", "got", "found", "allowed", "do", "option")
 
 
 def is_sharded(model: torch.nn.Module) -> bool:
@@ -192,33 +191,14 @@ def in_order(tensors: Mapping[str, Any]) -> Sequence[str]:
 def _agreed(result: Any, failure: BaseException | None) -> Any:
     box: list[Any] = [None]
     if writes():
-        box = [(result, _told(failure))]
+        box = [(result, None if failure is None else told(failure))]
     dist.broadcast_object_list(box, src=0)
     if failure is not None:
         raise failure
-    result, told = box[0]
-    if told is not None:
-        raise _error(told)
+    result, said = box[0]
+    if said is not None:
+        raise error_told(said, "the rank that writes failed")
     return result
-
-
-def _told(failure: BaseException | None) -> dict[str, Any] | None:
-    if failure is None:
-        return None
-    if isinstance(failure, UserError):
-        return {"user": {name: _plain(getattr(failure, name)) for name in _FIELDS}}
-    return {"other": f"{type(failure).__name__}: {failure}"}
-
-
-def _plain(value: Any) -> Any:
-    return value if value is None or isinstance(value, str | int | float) else str(value)
-
-
-def _error(told: dict[str, Any]) -> BaseException:
-    if "user" in told:
-        fields = dict(told["user"])
-        return UserError(fields.pop("what"), **fields)
-    return RuntimeError(f"the rank that writes failed: {told['other']}")
 
 
 def _piece_elements(part: Sharded) -> int:

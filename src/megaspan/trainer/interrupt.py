@@ -61,11 +61,6 @@ class Interrupts:
         signal.set_wakeup_fd(self._previous_fd)
         self._writer.close()  # ends the thread: its read returns nothing
 
-    def check(self) -> None:
-        """Raises `Interrupted` if a signal has come. Called at layer boundaries, on any thread."""
-        if self.signum is not None:
-            raise Interrupted(self.signum)
-
     def _watch(self) -> None:
         caught, first = set(self._previous), 0.0
         while notice := self._reader.recv(1):

@@ -24,11 +24,10 @@ from megaspan.attention.planned import packed_row
 from megaspan.attention.seam import work_of
 from megaspan.attention.work import Work
 from megaspan.data import Row, Rows, join
+from megaspan.data.rows import IGNORED
 from megaspan.plan import ModelFacts
 from megaspan.plan.packed import PackedRow
 from megaspan.world import DeviceAxes, Mesh
-
-IGNORED = -100
 
 
 @final

@@ -14,7 +14,6 @@ from megaspan.world.agreement import summed as summed
 from megaspan.world.axes import DeviceAxes as DeviceAxes
 from megaspan.world.axes import Mesh as Mesh
 from megaspan.world.axes import device_axes as device_axes
-from megaspan.world.axes import device_mesh as device_mesh
 from megaspan.world.axes import mesh as mesh
 from megaspan.world.devices import device as device
 from megaspan.world.devices import machine as machine

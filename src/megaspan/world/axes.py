@@ -166,8 +166,3 @@ def device_axes(mesh: Mesh, device_type: str) -> DeviceAxes:
         shape = (mesh.dp_replicate, mesh.size("shard"))
         fsdp = init_device_mesh(device_type, shape, mesh_dim_names=("dp_replicate", "shard"))
     return DeviceAxes(root, joined, fsdp)
-
-
-def device_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
-    """torch's mesh with the four axes and, flattened, shard, row and data; see `device_axes`."""
-    return device_axes(mesh, device_type).root

@@ -35,18 +35,19 @@ def in_turn(board: Board, key: str, first: bool, act: Callable[[], _Result]) -> 
         try:
             result = act()
         except Exception as error:
-            board.write(key, _told(error))
+            board.write(key, told(error))
             raise
         board.write(key, None)
         return result
     while not (notes := board.read([key])):
         time.sleep(PAUSE)
     if notes[key] is not None:
-        raise _error(notes[key])
+        raise error_told(notes[key], "the first rank of this machine failed")
     return act()
 
 
-def _told(error: Exception) -> dict[str, Any]:
+def told(error: BaseException) -> dict[str, Any]:
+    """An error in what JSON can hold, for other ranks to raise."""
     if not isinstance(error, UserError):
         return {"other": f"{type(error).__name__}: {error}"}
     singles = error.errors if isinstance(error, UserErrors) else (error,)
@@ -57,8 +58,14 @@ def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, str | int | float) else str(value)
 
 
-def _error(told: dict[str, Any]) -> Exception:
-    if "other" in told:
-        return RuntimeError(f"the first rank of this machine failed: {told['other']}")
-    errors = [UserError(fields[0], **dict(zip(_FIELDS[1:], fields[1:], strict=True))) for fields in told["user"]]
+def error_told(said: dict[str, Any], who: str) -> Exception:
+    """What `told` has told: a `UserError` as it was, of any other the words.
+
+    Args:
+        said: by `told`.
+        who: begins the sentence of an error that is no user's.
+    """
+    if "other" in said:
+        return RuntimeError(f"{who}: {said['other']}")
+    errors = [UserError(fields[0], **dict(zip(_FIELDS[1:], fields[1:], strict=True))) for fields in said["user"]]
     return errors[0] if len(errors) == 1 else UserErrors(errors)
