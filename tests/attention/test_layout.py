@@ -56,7 +56,7 @@ def test_every_token_lies_in_exactly_one_slot(lengths, cp, sp, mask):
 
 @QUICK
 @given(documents(), st.integers(1, 8))
-def test_rows_come_back_from_their_shards_and_tokens_are_found(lengths, cp):
+def test_rows_come_back_from_their_shards(lengths, cp):
     layout = lay_out(lengths, cp)
     row = np.arange(2 * layout.tokens).reshape(-1, 2) + 7
     shards = [layout.shard(row, rank, fill=-100) for rank in range(cp)]
@@ -66,7 +66,7 @@ def test_rows_come_back_from_their_shards_and_tokens_are_found(lengths, cp):
         index = layout.token_index(rank)
         assert (shards[rank] == np.where(index[:, None] >= 0, row[index], -100)).all()
         assert (layout.positions(rank) == np.where(index >= 0, positions[index], 0)).all()
-        assert [layout.find(token) for token in index if token >= 0] == [(rank, n) for n in range(layout.shard_lengths[rank])]
+        assert (index >= 0).sum() == layout.shard_lengths[rank]
     assert (document_lengths(positions) == lengths).all()
 
 
@@ -223,8 +223,6 @@ def test_what_is_no_row_is_refused(lengths, cp, sp):
 def test_a_shard_is_cut_from_the_whole_row_only():
     with pytest.raises(ValueError, match="3 elements for a row of 4"):
         lay_out([4], 2).shard(np.zeros(3), 0)
-    with pytest.raises(IndexError, match="token 4"):
-        lay_out([4], 2).find(4)
 
 
 def test_documents_begin_where_positions_do_not_count_on():

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megaspan.attention.ulysses import HeadSplit, legal_sp
+from megaspan.attention.ulysses import HeadSplit
+from megaspan.config.parallel import legal_sp
 from megaspan.human import UserError
 
 

@@ -19,7 +19,8 @@ running meanwhile (heads are split over sp ranks before, by `ulysses.py`):
     keys = pool[plan.keys.index()], or a view of the pool if plan.keys.single
     for call in plan.calls:                                                           # at most three, local ones first
         if call.among is not None: keys = keys[call.among.index()]                    # the last call: no other wants the rest
-        kernel(q[call.queries], (k if call.local else keys)[call.keys], call.query_starts, call.key_starts, call.window)
+        segments = Segments.of(call.query_lengths, call.key_lengths, device)
+        kernel(q[call.queries], (k if call.local else keys)[call.keys], segments, call.window)
     backward: the calls' dK, dV are summed in fp32 into a buffer like `keys` (two calls may share keys), that one with
     `index_add_` into a pool, and the pool comes home by reduce-scatter, or by the reverse all-to-all and `index_add_` at
     `exchange.sends`. A call's dK, dV on local keys are added at home.
@@ -113,15 +114,6 @@ class TokenLayout:
         """Position in its document of the token in each slot, [shard_tokens], 0 for padding."""
         pieces = self.pieces[self.of_rank(rank)]
         return self._padded(Runs(pieces.start, pieces.stop - pieces.start).index(), 0)
-
-    def find(self, token: int) -> tuple[int, int]:
-        """Rank and slot of a token of the row."""
-        if not 0 <= token < self.tokens:
-            raise IndexError(f"token {token} of a row of {self.tokens}")
-        order, starts = self.by_token
-        piece = int(order[np.searchsorted(starts, token, side="right") - 1])
-        first = int(self.opens[self.pieces.document[piece]] + self.pieces.start[piece])
-        return int(self.pieces.rank[piece]), int(self.slots[piece]) + token - first
 
     @cached_property
     def by_token(self) -> tuple[Ints, Ints]:

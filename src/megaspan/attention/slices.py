@@ -16,7 +16,6 @@ Every segment's queries are the last tokens of its keys (bottom-right causal) an
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -49,26 +48,6 @@ class Call:
     key_lengths: Ints
     window: int | None
     among: Runs | None = None
-
-    @cached_property
-    def query_starts(self) -> np.ndarray:
-        """First query of each segment and the end, [segments + 1] int32: `cu_seqlens_q`."""
-        return _cumulative(self.query_lengths)
-
-    @cached_property
-    def key_starts(self) -> np.ndarray:
-        """First key of each segment and the end, [segments + 1] int32: `cu_seqlens_k`."""
-        return _cumulative(self.key_lengths)
-
-    @property
-    def longest(self) -> tuple[int, int]:
-        """Most queries and most keys of a segment: `max_seqlen_q` and `max_seqlen_k`."""
-        return int(self.query_lengths.max()), int(self.key_lengths.max())
-
-    @property
-    def dense(self) -> bool:
-        """Whether a kernel without variable lengths does: there is one segment."""
-        return len(self.query_lengths) == 1
 
     def visible_pairs(self) -> int:
         """Pairs of a query and a key it sees, exact: what the call's arithmetic is proportional to."""
@@ -167,7 +146,3 @@ def _call(segments: _Segments, mask: Mask, local: bool, keys: slice, among: Runs
     # A kernel with a window is slower than one without, and where no segment is longer the two are the same.
     window = None if mask.window is None or int(key_lengths.max()) <= mask.window else mask.window
     return Call(segments.queries, local, keys, segments.stop - segments.start, key_lengths, window, among)
-
-
-def _cumulative(lengths: Ints) -> np.ndarray:
-    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)

@@ -12,7 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megaspan.config.parallel import check_heads
-from megaspan.config.parallel import legal_sp as legal_sp
 
 
 @dataclass(frozen=True)
