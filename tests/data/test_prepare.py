@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import multiprocessing
 import os
@@ -437,6 +438,29 @@ def test_a_full_disk_and_a_forbidden_file_are_sentences(tmp_path: Path, monkeypa
     monkeypatch.setattr(tokenstore.StoreWriter, "append", failing(errno.EIO, None))
     with pytest.raises(OSError, match=os.strerror(errno.EIO)):
         prepare(tmp_path, ["ab"])
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()]
+
+
+def test_a_disk_that_is_full_at_the_last_bytes_is_a_sentence_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What could not be written is tried again as the file is closed; neither that error nor the folder may stay."""
+    from megaspan.data import tokenstore
+
+    real = tokenstore.StoreWriter.__init__
+
+    def full(writer: Any, cache: Path) -> None:
+        real(writer, cache)
+        writer._file.close()
+        writer._file = io.BufferedWriter(io.FileIO("/dev/full", "w"))
+
+    monkeypatch.setattr(tokenstore.StoreWriter, "__init__", full)
+    with pytest.raises(UserError, match="is full: tokens take 4 bytes each"):
+        prepare(tmp_path, ["ab"])
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()]
+
+
+def test_a_refused_tokenizer_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="dataset_num_proc: Digits is written in Python"):
+        prepare(tmp_path, ["ab"], dataset_num_proc=2)
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]
 
 

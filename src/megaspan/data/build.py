@@ -48,11 +48,11 @@ class Preparation:
 
     def run(self, key: str | None) -> Store:
         """Reads, tokenises, cuts and stores; the complete store. Without a key the content is the name."""
+        tokeniser = Tokeniser(self.tokenizer, self.eos_id, self.config.dataset_num_proc)
         try:
             writer = StoreWriter(self.cache)
         except OSError as error:
             raise UserError(f"rows cannot be kept in {self.cache}: {error.strerror}") from error
-        tokeniser = Tokeniser(self.tokenizer, self.eos_id, self.config.dataset_num_proc)
         try:
             cutter = self._cutter(writer)
             counts = self._feed(tokeniser, cutter)

@@ -129,7 +129,8 @@ class StoreWriter:
 
     def abandon(self) -> None:
         """Removes what was written."""
-        self._file.close()
+        with contextlib.suppress(OSError):  # a full disk refuses the last bytes once more
+            self._file.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
