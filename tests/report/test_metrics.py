@@ -65,6 +65,23 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+def test_every_tracker_ends_its_record_where_the_disk_is_full(tmp_path, monkeypatch):
+    """The line that found no room is tried again as the file is closed."""
+    ended = []
+
+    class Ending:
+        def close(self, failed):
+            ended.append(failed)
+
+    monkeypatch.setattr("megaspan.report.metrics.start_trackers", lambda *_: [Ending(), Ending()])
+    metrics = Metrics(tmp_path)
+    metrics._file.close()
+    metrics._file = open("/dev/full", "w")  # noqa: SIM115
+    with pytest.raises(OSError, match="No space left"), metrics:
+        metrics.log(1, {})
+    assert ended == [True, True]
+
+
 def test_a_killed_run_has_lost_nothing(tmp_path):
     process = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], timeout=60)
     assert process.returncode == -signal.SIGKILL

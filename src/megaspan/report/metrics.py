@@ -9,6 +9,7 @@ of a run that was killed while it wrote is dropped as well if it is torn.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import time
@@ -88,12 +89,13 @@ class Metrics:
             tracker.log(step, numbers)
 
     def close(self, *, failed: bool = False) -> None:
-        """Closes the file and the trackers. Harmless when called twice."""
-        if self._file is not None:
-            self._file.close()
-        for tracker in self._trackers:
-            tracker.close(failed)
-        self._trackers = []
+        """Closes the file and the trackers, all of them whichever fails. Harmless when called twice."""
+        with contextlib.ExitStack() as stack:
+            for tracker in self._trackers:
+                stack.callback(tracker.close, failed)
+            self._trackers = []
+            if self._file is not None:
+                stack.callback(self._file.close)
 
 
 def read_metrics(run: Path | str) -> list[dict[str, Any]]:
