@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from megaspan.attention import install as install_attention
+from megaspan.human import UserError
 from megaspan.layers.dials import LayerPlan
+from megaspan.layers.family import before, describe
 from megaspan.layers.fused import Fused, RmsNorm
 from megaspan.layers.streamed import Streaming
 from tests.models import FAMILIES, assert_same_gradients, batch, gradients, tiny
@@ -239,3 +241,12 @@ def test_compiled_halves_train_like_plain_transformers():
         assert_same_gradients(step(model, data)[1], step(plain, data)[1])
     assert streaming.unfused() == []
     assert streaming.stats().compiled == 2
+
+
+def test_attention_that_is_not_asked_for_is_left_to_the_layers_own_code_by_the_option_that_does_so():
+    """Only streamed layers, of `gradient_checkpointing: true`, come here."""
+    layer = tiny("qwen3").model.layers[0]
+    family = describe(layer)
+    layer.self_attn.forward = lambda **_: None
+    with pytest.raises(UserError, match=r"did not call the attention.*Set gradient_checkpointing: false"):
+        before(layer, family, torch.zeros(1, 4, layer.hidden_size), slice(4), {"position_embeddings": None})

@@ -153,7 +153,7 @@ def before(layer: Any, family: Family, x_BtE: Tensor, tokens: slice, arguments: 
     except _Stopped as stopped:
         return stopped.call
     raise UserError(
-        f"{type(layer.self_attn).__name__} did not call the attention that is set", do="Set gradient_checkpointing: true"
+        f"{type(layer.self_attn).__name__} did not call the attention that is set", do="Set gradient_checkpointing: false"
     )
 
 
