@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, EarlyStoppingCallback
 from megaspan.data.prepare import OpenData
 from megaspan.human import UserError
 from megaspan.trainer import setup
+from tests.models import save_model_folder
 from tests.trainer.support import documents, model_folder, settings, trainer  # noqa: F401
 
 DATA = documents([40, 11])
@@ -92,6 +93,8 @@ def test_callbacks_are_looked_at_before_rows(tmp_path, model_folder, no_rows):  
     """transformers says the second by an AssertionError when the weights are there."""
     with pytest.raises(UserError, match="is no transformers"):
         trainer(model_folder, tmp_path, DATA, callbacks=[print])
+    with pytest.raises(UserError, match="callbacks is a list; got EarlyStoppingCallback"):
+        trainer(model_folder, tmp_path, DATA, callbacks=EarlyStoppingCallback(1))
     with pytest.raises(UserError, match=r"EarlyStoppingCallback stops by the held-out loss.*Write eval_strategy"):
         trainer(model_folder, tmp_path, DATA, callbacks=[EarlyStoppingCallback(1)])
 
@@ -112,3 +115,9 @@ def test_tokens_of_another_vocabulary_are_found_before_the_weights(tmp_path, mod
     monkeypatch.setattr(setup, "_loaded", lambda *_: pytest.fail("weights are loaded"))
     with pytest.raises(UserError, match="a row holds a token that the model does not know; got 999999"):
         trainer(str(model_folder), tmp_path, [{"input_ids": [1, 2, 999999]}])
+
+
+def test_a_tokenizer_of_more_words_than_the_model_is_found_before_rows(tmp_path, no_rows):
+    place = save_model_folder(tmp_path / "model", vocab_size=258)
+    with pytest.raises(UserError, match="the tokenizer has token 258, but the model has embeddings for 258 tokens only"):
+        trainer(place, tmp_path / "run", DATA)

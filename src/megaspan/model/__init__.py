@@ -6,7 +6,7 @@ with offload, the loss in tiles), also in somebody's own loop; `wrap_lora` puts 
 
 from megaspan.model.forward import LongOutput
 from megaspan.model.kinds import unwrap
-from megaspan.model.load import LoadedModel, adopt_model, check_token_ids, load_model, load_tokenizer
+from megaspan.model.load import LoadedModel, adopt_model, check_token_ids, check_vocabulary, load_model, load_tokenizer
 from megaspan.model.lora import wrap_lora
 from megaspan.model.prepared import Levers, levers, plan_of, prepare, unprepare
 
@@ -16,6 +16,7 @@ __all__ = [
     "LongOutput",
     "adopt_model",
     "check_token_ids",
+    "check_vocabulary",
     "levers",
     "load_model",
     "load_tokenizer",

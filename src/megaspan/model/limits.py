@@ -6,12 +6,15 @@ Both would otherwise fail late or not at all: past its window a model's loss cli
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
 
 from megaspan.human import UserError, format_bytes
 from megaspan.plan.logits import NLL_BYTES
+
+_LEARNED = re.compile(r"(^|\.)(wpe|embed_positions|position_embeddings?|pos_emb\w*)$")
 
 
 def past_window(length: int, window: int) -> UserError:
@@ -21,6 +24,38 @@ def past_window(length: int, window: int) -> UserError:
         do="Shorten it (max_length), or extend the model (model_init_kwargs: {rope_parameters: auto}), "
         "or go on all the same (allow_past_window: true): past its window a model's loss climbs",
     )
+
+
+def check_positions(model: torch.nn.Module, name: str, max_length: int, *, wish: object = None) -> None:
+    """Refuse what no rotary setting can do for a model without rotary positions (GPT-BigCode, some of Granite 4).
+
+    Args:
+        model: with weights or without memory.
+        name: for messages.
+        max_length: tokens of a row.
+        wish: `rope_parameters`, as the user wrote them.
+
+    Raises:
+        UserError: rows run past a learned table of positions, or `rope_parameters` would have no effect.
+    """
+    if any(buffer.endswith("inv_freq") for buffer, _ in model.named_buffers()):
+        return
+    tables = {
+        part.num_embeddings
+        for place, part in model.named_modules()
+        if isinstance(part, torch.nn.Embedding) and _LEARNED.search(place)
+    }
+    if tables and max_length > min(tables):
+        raise UserError(
+            f"{name} has learned a table of {min(tables):,} positions, which nothing extends",
+            found=f"max_length {max_length:,}",
+            do=f"Write max_length: {min(tables)}, or choose a model with rotary positions",
+        )
+    if wish is not None:
+        raise UserError(
+            f"{name} has no rotary positions, so rope_parameters would have no effect",
+            do="Remove rope_parameters; allow_past_window: true trains past the positions that its configuration tells of",
+        )
 
 
 def check_logits_fit(tokens: int, vocabulary: int, free: int) -> None:

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, 
 from megaspan.human import UserError
 from megaspan.model.counted import facts_of
 from megaspan.model.kinds import check_trainable, unwrap
+from megaspan.model.limits import check_positions
 from megaspan.model.source import (
     Source,
     apply_overrides,
@@ -120,7 +121,8 @@ def loaded(model: Any, config: SFTConfig, source: Source, commit: str, rope: Rop
         origin += ", with its own code (trust_remote_code)"
     check_trainable(inner)
     tokenizer = load_tokenizer(config)
-    check_vocabulary(tokenizer, inner)
+    embeddings: Any = inner.get_input_embeddings()
+    check_vocabulary(tokenizer, embeddings.weight.shape[0])
     return LoadedModel(
         model=model.train(),
         tokenizer=tokenizer,
@@ -152,6 +154,7 @@ def check_adopted(model: Any, config: SFTConfig) -> RopeChoice:
         raise UserError(
             "the model is in half precision, which overflows in sums over this many tokens", do="Load it in bfloat16 or float32"
         )
+    check_positions(inner, type(inner).__name__, config.max_length)
     return resolve_rope(inner.config.to_dict(), None, config.max_length, config.allow_past_window)
 
 
@@ -228,14 +231,12 @@ def check_token_ids(largest: int, vocabulary: int) -> None:
         )
 
 
-def check_vocabulary(tokenizer: PreTrainedTokenizerBase | None, model: PreTrainedModel) -> None:
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase | None, rows: int) -> None:
     """A vocabulary padded to a round number is fine; a tokenizer that knows more words than the model is not.
 
     Raises:
-        UserError: a token has no row in the embedding.
+        UserError: a token has no row in an embedding of `rows` rows.
     """
-    embeddings: Any = model.get_input_embeddings()
-    rows = embeddings.weight.shape[0]
     largest = max(tokenizer.get_vocab().values(), default=-1) if tokenizer is not None else -1
     if largest >= rows:
         raise UserError(

@@ -32,10 +32,11 @@ from megaspan.model.forward import (
     signature_of,
 )
 from megaspan.model.kinds import check_loss_function, check_trainable, unwrap
-from megaspan.model.limits import check_host_room, check_logits_fit, device_of, free_bytes, past_window
+from megaspan.model.limits import check_host_room, check_logits_fit, check_positions, device_of, free_bytes, past_window
 from megaspan.model.lora import check_adapter
 from megaspan.model.own_loop import check_own_loop
 from megaspan.model.tables import gathered_head
+from megaspan.plan.rope_native import read_rope
 
 if TYPE_CHECKING:
     from megaspan.attention import KernelChoice
@@ -275,9 +276,11 @@ def plan_of(model: torch.nn.Module, args: SFTConfig) -> Plan:
 
 def _settings(model: PreTrainedModel, args: SFTConfig, plan: Plan) -> Settings:
     """What the forward needs; refuses what cannot run at `max_length` before anything is installed."""
-    window = None if args.allow_past_window else getattr(model.config, "max_position_embeddings", None)
+    # Not `max_position_embeddings`: YaRN beside an unraised one, as Qwen's model cards write it, covers its factor more.
+    window = None if args.allow_past_window else read_rope(model.config.to_dict()).window or None
     if window is not None and args.max_length > window:
         raise past_window(args.max_length, window)
+    check_positions(model, type(model).__name__, args.max_length)
     check_host_room(plan)
     if args.loss_type == "nll":
         check_logits_fit(args.max_length, model.config.vocab_size, free_bytes(device_of(model), plan.host_limit))
@@ -330,6 +333,12 @@ def _checkpoint(model: PreTrainedModel, state: Levers) -> None:
     from megaspan.layers.streamed import Streaming
 
     plan, keep, limit = state.plan, state.plan.keep, state.plan.host_for_layers
+    layers = checkpointed_layers(model)
+    if plan.streamed and len(keep.layers) != len(layers):
+        raise UserError(
+            f"{type(model).__name__} has {len(layers)} layers of its own, and its configuration tells of {len(keep.layers)}",
+            do="Set model.config.num_hidden_layers to those that there are; one layer in several places is not supported",
+        )
     state.disk = open_disk(state.args, keep)
     tier = None if state.disk is None else state.disk.tier
     if plan.streamed:

@@ -21,6 +21,7 @@ from megaspan.layers.selfcheck import toy_of
 from megaspan.model.fill import skeleton
 from megaspan.model.forward import backbone_of
 from megaspan.model.kinds import refuse_shared_rows
+from megaspan.model.limits import check_positions
 from megaspan.model.prepared import prepare
 from megaspan.model.source import first_line, unreadable
 from megaspan.plan.choose import choose
@@ -50,6 +51,7 @@ def try_family(source: Source, found: PretrainedConfig, config: SFTConfig) -> No
         if isinstance(error, RuntimeError | MemoryError) or "meta" in str(error):
             return  # a constructor that wants memory; what the values are worth is seen where there is some
         raise unreadable(source, error) from error
+    check_positions(hollow, source.name, config.max_length, wish=config.rope_parameters)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         toy = _running(hollow)

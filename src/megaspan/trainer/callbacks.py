@@ -102,6 +102,8 @@ def check_callbacks(callbacks: Sequence[TrainerCallback | type[TrainerCallback]]
     Raises:
         UserError: as `check_callback`, or early stopping without an evaluation to stop by.
     """
+    if not isinstance(callbacks, Sequence | None):
+        raise UserError("callbacks is a list", found=type(callbacks).__name__, do="Write callbacks=[…]")
     for callback in callbacks or ():
         check_callback(callback)
         kind = callback if isinstance(callback, type) else type(callback)

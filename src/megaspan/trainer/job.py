@@ -234,7 +234,6 @@ class Job:
     ) -> list[Line]:
         """What will really run, line by line, each with its reason; `resumed`: the lines of a run that continues."""
         facts, longest = self.facts, int(self.rows.lengths.max())
-        rotary, *others = self.loaded.rope_readback.entries
         named = [] if self.args.run_name is None else [Line("run", self.args.run_name, self.args.output_dir)]
         lines = [
             *named,
@@ -249,8 +248,7 @@ class Job:
             ),
             precision,
             *launch_lines(self.saved_dtype()),
-            Line("positions", str(rotary), self.loaded.rope.reason),
-            *[Line("positions", str(entry)) for entry in others],
+            *self._position_lines(),
             *attention_lines(self.kernels),
             *[Line(label, value, reason) for label, value, reason in self.levers.read_back() if label != "attention"],
             self._memory_line(),
@@ -325,6 +323,12 @@ class Job:
 
     def _of_each_rank(self) -> str:
         return f"model_tflops is of each of {self.ranks.mesh.ranks} ranks" if self.ranks.mesh.ranks > 1 else ""
+
+    def _position_lines(self) -> list[Line]:
+        """The rotary tables of the live model; some families (Granite 4, GPT-BigCode) have none."""
+        reason = self.loaded.rope.reason
+        tables = [str(entry) for entry in self.loaded.rope_readback.entries] or ["no rotary table"]
+        return [Line("positions", table, "" if number else reason) for number, table in enumerate(tables)]
 
     def _memory_line(self) -> Line:
         plan = self.plan

@@ -31,6 +31,7 @@ from megaspan.model import (
     Levers,
     LoadedModel,
     check_token_ids,
+    check_vocabulary,
     levers,
     load_model,
     load_tokenizer,
@@ -112,11 +113,15 @@ def set_up(
             # Refuses positions, models and heads that cannot be, before the text is read; heads with what was typed here.
             if (heads := heads_of(args)) is not None:
                 ranks.mesh.check_heads(*heads)
-            vocab = plan_command(args, world.machine(), sizes).model.vocab
+            planned = plan_command(args, world.machine(), sizes).model
+            vocab = planned.vocab
             check_files(args)
             if args.use_peft or peft_config is not None:
                 try_adapter(args, peft_config)
-            tokenizer = tokenizer or load_tokenizer(args)
+            if tokenizer is None:
+                tokenizer = load_tokenizer(args)
+                if planned.known:  # others may have more rows than they tell
+                    check_vocabulary(tokenizer, vocab)
         else:
             check_adopted(given, args)
             facts = ModelFacts.from_config(given.config.to_dict())
