@@ -12,6 +12,9 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
 from megaspan.human import UserError
+from megaspan.layers.family import describe
+from megaspan.layers.fused import Fused
+from megaspan.layers.halves import find_halves
 from megaspan.layers.shards import computes_in
 from megaspan.model import LongOutput, levers, prepare, unprepare
 from megaspan.plan.keep import KeepPolicy, LayerKeep
@@ -606,3 +609,61 @@ def test_torchs_own_random_numbers_are_not_refused_and_not_used_up():
     prepare(model, settings(), plan(checkpoint=True))
     assert torch.equal(torch.get_rng_state(), state)
     assert not any(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize("streamed", [True, False], ids=["streamed", "whole"])
+@pytest.mark.parametrize(
+    ("family", "module", "name", "value"),
+    [
+        ("qwen3", "model.layers.0.input_layernorm", "variance_epsilon", 0.3),
+        ("qwen3", "model.layers.0.self_attn.k_norm", "variance_epsilon", 0.3),
+        ("gemma2", "model.layers.1.pre_feedforward_layernorm", "eps", 0.3),
+        ("cohere", "", "logit_scale", 0.3),
+    ],
+)
+def test_a_number_that_is_set_after_prepare_is_the_one_that_counts(
+    family: str, module: str, name: str, value: float, streamed: bool
+) -> None:
+    plain, long = tiny(family), prepare(tiny(family), settings(), plan(streamed=streamed))
+    before, _ = step(long, **batch(LENGTH))
+    for model in (plain, long):
+        setattr(model.get_submodule(module), name, value)
+    (want_loss, want), (got_loss, got) = step(plain, **batch(LENGTH)), step(long, **batch(LENGTH))
+    assert got_loss == pytest.approx(want_loss, rel=1e-6)
+    assert abs(got_loss - before) > 1e-4
+    assert_same_gradients(got, want)
+
+
+def test_fused_norms_of_queries_and_keys_see_another_epsilon() -> None:
+    layer = prepare(tiny("qwen3"), settings(), plan()).model.layers[0]
+    halves = find_halves(layer, describe(layer), Fused())  # type: ignore[arg-type]
+    assert halves._untouched(layer, "self_attn")
+    layer.self_attn.q_norm.variance_epsilon = 0.3
+    assert not halves._untouched(layer, "self_attn")
+
+
+def test_layers_that_the_configuration_does_not_tell_of_are_refused() -> None:
+    fewer, twice = tiny("qwen3", layers=3), tiny("qwen3", layers=3)
+    fewer.model.layers = fewer.model.layers[:2]
+    twice.model.layers[2] = twice.model.layers[0]
+    for model in (fewer, twice):
+        with pytest.raises(UserError, match="has 2 layers of its own, and its configuration tells of 3"):
+            prepare(model, settings())
+        assert levers(model) is None
+    fewer.config.num_hidden_layers = 2
+    prepare(fewer, settings())
+
+
+def test_a_mask_that_numbers_documents_is_refused() -> None:
+    model = prepare(tiny("qwen3"), settings(), plan())
+    mask = torch.ones(1, LENGTH, dtype=torch.int64)
+    model(**batch(LENGTH), attention_mask=mask.float())
+    mask[0, 20:] = 2
+    with pytest.raises(UserError, match=r"other values than 0 and 1.*give position_ids that start again"):
+        model(**batch(LENGTH), attention_mask=mask)
+
+
+def test_a_batch_without_rows_is_refused() -> None:
+    model = prepare(tiny("qwen3"), settings(), plan())
+    with pytest.raises(UserError, match=r"a batch has rows of tokens; got \(37,\); allowed: \(rows, tokens\)"):
+        model(**{name: tensor[0] for name, tensor in batch(LENGTH).items()})

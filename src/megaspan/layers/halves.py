@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from megaspan.attention import AttentionCall
 from megaspan.layers.family import Family, before, normed
 from megaspan.layers.fused import ACTIVATIONS, FORMS, Fused, RmsNorm, activate, rms_norm
-from megaspan.layers.norms import class_forward, norm_epsilon
+from megaspan.layers.norms import class_forward, epsilon_of, norm_epsilon
 from megaspan.layers.tile import HOOKS, drawing, hooked
 
 _PROJECTIONS, _HEAD_NORMS = ("q_proj", "k_proj", "v_proj"), ("q_norm", "k_norm")
@@ -114,6 +114,8 @@ class Halves:
                 module: nn.Module = layer.get_submodule(name)
                 patched = "forward" in module.__dict__ and not name.endswith("_norm")  # norms are patched by `norms.py`
                 if type(module) is not kind or patched or hooked(module):
+                    return False
+                if self.norm is not None and name.endswith("_norm") and epsilon_of(module) != self.norm.epsilon:
                     return False
         return True
 

@@ -142,7 +142,7 @@ def head_of(model: nn.Module) -> Head:
         )
     weight_VE, bias_V, deltas = _linear_of(layer)
     _check_unhooked(plain, layer)
-    scale, softcap = _logit_settings(plain.config.get_text_config())
+    scale, softcap = _logit_settings(plain)
     return Head(weight_VE, bias_V, deltas, scale, softcap)
 
 
@@ -300,22 +300,24 @@ def _lora_of(layer: Any) -> tuple[LowRank, ...]:
     return tuple(deltas)
 
 
-def _logit_settings(config: Any) -> tuple[float, float | None]:
-    """Multiplier and soft cap from a text configuration: at most one of each kind is set in the families known."""
+def _logit_settings(model: Any) -> tuple[float, float | None]:
+    """Multiplier and soft cap: at most one of each kind is set in the families known."""
+    config = model.config.get_text_config()
     scale, softcap = 1.0, None
     for name in _MULTIPLIERS:
-        scale *= _number(config, name, 1.0)
+        scale *= _number(model, name, 1.0)
     for name in _DIVIDERS:
-        value = _number(config, name, 1.0)
+        value = _number(model, name, 1.0)
         scale = scale * value if config.model_type in _MULTIPLIED_BY_DIVIDERS else scale / value
     for name in _SOFTCAPS:
         if getattr(config, name, None) is not None:
-            softcap = _number(config, name, 0.0)
+            softcap = _number(model, name, 0.0)
     return scale, softcap
 
 
-def _number(config: Any, name: str, default: float) -> float:
-    value = getattr(config, name, None)
+def _number(model: Any, name: str, default: float) -> float:
+    """By the text configuration, or by the model itself where its class keeps a copy (Cohere): that is what it reads."""
+    value = vars(model).get(name, getattr(model.config.get_text_config(), name, None))
     if value is None:
         return default
     if not isinstance(value, int | float) or value == 0:

@@ -27,7 +27,7 @@ def fuse_norms(layers: Iterable[nn.Module]) -> list[nn.Module]:
         for module in layer.modules():
             epsilon = norm_epsilon(module)
             if epsilon is not None and "forward" not in module.__dict__ and _is_rms_norm(module, epsilon):
-                module.__dict__["forward"] = functools.partial(_forward, module, epsilon)
+                module.__dict__["forward"] = functools.partial(_forward, module)
                 changed.append(module)
     return changed
 
@@ -38,19 +38,24 @@ def unfuse_norms(modules: Iterable[nn.Module]) -> None:
         module.__dict__.pop("forward", None)
 
 
-def _forward(module: Any, epsilon: float, hidden_states: Tensor) -> Tensor:
+def _forward(module: Any, hidden_states: Tensor) -> Tensor:
     weight = module.weight
     if weight.dtype != hidden_states.dtype:  # norms kept in fp32 (gpt-oss): their own code decides where to round
         return type(module).forward(module, hidden_states)
-    return F.rms_norm(hidden_states, weight.shape, weight, epsilon)
+    return F.rms_norm(hidden_states, weight.shape, weight, epsilon_of(module))
+
+
+def epsilon_of(module: Any) -> float | None:
+    """The epsilon that a norm has now: somebody may set another one after it was looked at."""
+    epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    return epsilon if isinstance(epsilon, float) else None
 
 
 def norm_epsilon(module: Any) -> float | None:
     """The norm's epsilon, or None for a module that cannot be one: one weight vector, no bias, nothing inside."""
     if [name for name, _ in module.named_parameters()] != ["weight"] or module.weight.ndim != 1 or list(module.children()):
         return None
-    epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    return epsilon if isinstance(epsilon, float) else None
+    return epsilon_of(module)
 
 
 @torch.no_grad()

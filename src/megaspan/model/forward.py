@@ -143,6 +143,8 @@ def _with_labels(model: Any, settings: Settings, arguments: dict[str, Any]) -> A
     tokens_b = arguments.get("input_ids") if arguments.get("inputs_embeds") is None else arguments["inputs_embeds"]
     if tokens_b is None or (arguments.get("input_ids") is not None and arguments.get("inputs_embeds") is not None):
         raise UserError("labels need either input_ids or inputs_embeds with them")
+    if tokens_b.ndim < 2:
+        raise UserError("a batch has rows of tokens", got=tuple(tokens_b.shape), allowed="(rows, tokens)")
     rows, length = tokens_b.shape[:2]
     shifted_bT = _shifted_labels(arguments, rows, length)
     _check_place(model, settings, tokens_b)

@@ -187,6 +187,12 @@ def _unpadded(rows: int, length: int, attention_mask: torch.Tensor) -> list[tupl
             allowed=f"({rows}, {length}), or none: attention is causal",
         )
     kept_bT = attention_mask.to(torch.bool)
+    if attention_mask.dtype != torch.bool and bool((attention_mask != kept_bT).any()):
+        raise UserError(
+            "an attention_mask holds other values than 0 and 1, which plain transformers all takes for 1: documents that they "
+            "number would see each other",
+            do="Leave attention_mask out, and give position_ids that start again with each document",
+        )
     counts = kept_bT.sum(1)
     first = kept_bT.int().argmax(1)
     last = length - 1 - kept_bT.flip(1).int().argmax(1)
