@@ -18,6 +18,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from types import FrameType
 from typing import Any
 
@@ -95,7 +96,7 @@ def _plan(call: Call) -> Result:
     if "rehearse" in call.own:
         return _rehearse(call, wish, config)
     from megaspan import world
-    from megaspan.plan import is_plain, plan_command
+    from megaspan.plan import has_plain_adapter, is_plain, plan_command
 
     machine = world.machine()
     place: tuple[Any, ...] = (machine,)
@@ -108,6 +109,10 @@ def _plan(call: Call) -> Result:
         from megaspan.model.taken import check_files
 
         check_files(config)
+    if not has_plain_adapter(config, plan.model) and find_spec("peft") is not None:
+        from megaspan.trainer.early import try_adapter
+
+        try_adapter(config, None)
     if not plan.model.exact:
         from megaspan.model.counted import counts_of
 

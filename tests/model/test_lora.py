@@ -198,6 +198,23 @@ def test_what_is_not_proven_is_refused(changes: dict[str, Any], words: str) -> N
         wrap_lora(tiny("qwen3"), settings(), chosen)
 
 
+@pytest.mark.parametrize(
+    ("family", "options", "words"),
+    [
+        ("qwen3_moe", {"lora_target_modules": "all-linear"}, "means the experts of Qwen3MoeForCausalLM too"),
+        ("qwen3_moe", {"lora_target_modules": "all-linear", "lora_dropout": 0.0}, "means the experts of Qwen3Moe"),
+        ("olmoe", {"lora_target_modules": ["up_proj"]}, "peft cannot place the adapter: Cannot convert"),
+        ("gpt_oss", {}, "peft cannot place the adapter"),
+    ],
+)
+def test_adapters_on_experts_are_refused_with_names_that_are_taken(family: str, options: dict[str, Any], words: str) -> None:
+    """peft makes them of experts in one tensor by itself, so that the option itself names nothing wrong."""
+    with pytest.raises(UserError, match=words) as caught:
+        wrap_lora(tiny(family), settings(use_peft=True, **options))
+    assert str(caught.value).endswith("Write lora_target_modules: [q_proj, k_proj, v_proj, o_proj].")
+    wrap_lora(tiny(family), settings(use_peft=True, lora_target_modules=["q_proj", "k_proj", "v_proj", "o_proj"]))
+
+
 def test_other_adapters_are_refused() -> None:
     from peft import IA3Config, PromptTuningConfig
 

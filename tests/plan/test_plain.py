@@ -17,10 +17,11 @@ from megaspan.config import SFTConfig
 from megaspan.config.spelling import as_flags
 from megaspan.human import UserError
 from megaspan.model.taken import check_files
-from megaspan.plan import is_plain
+from megaspan.plan import has_plain_adapter, is_plain
 from megaspan.plan.facts import ModelFacts, shape_names
 from megaspan.plan.families import FAMILIES
 from megaspan.plan.plain import is_usual
+from megaspan.trainer.early import try_adapter
 
 USUAL: dict[str, Any] = {
     "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 2, "hidden_size": 32,
@@ -146,3 +147,35 @@ def test_files_that_were_cut_off_or_are_of_another_format(tmp_path: Path) -> Non
     assert not is_plain(wish(place))
     with pytest.raises(UserError, match=r"has weights as \.bin only"):
         check_files(wish(place))
+
+
+@pytest.mark.parametrize("targets", [None, "all-linear", ["q_proj", "up_proj"], ["nosuch"], ["gate_proj"], "lm_head"], ids=str)
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "cohere2", "phi3", "qwen3_moe", "gpt_oss", "starcoder2"])
+def test_a_plan_refuses_the_adapters_that_training_refuses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], family: str, targets: Any
+) -> None:
+    more = {"pad_token_id": None}
+    more |= {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2} if family in ("qwen3_moe", "gpt_oss") else {}
+    entries = {name: value for name, value in USUAL.items() if name != "architectures"} | {"model_type": family} | more
+    AutoConfig.for_model(**entries).save_pretrained(tmp_path)
+    options = {"use_peft": True} | ({} if targets is None else {"lora_target_modules": targets})
+    config = wish(tmp_path, **options)
+    try:
+        try_adapter(config, None)
+        refused = None
+    except UserError as error:
+        refused = error
+    plain = has_plain_adapter(config, ModelFacts.from_config(json.loads((tmp_path / "config.json").read_text())))
+    assert refused is None or not plain
+    flags = [word for name, value in options.items() for word in (f"--{name}", json.dumps(value))]
+    code = cli.main(["plan", "--model_name_or_path", str(tmp_path), "--max_length", "256", *flags])
+    said = capsys.readouterr().err
+    assert code == (0 if refused is None else 2), said
+    assert refused is None or refused.what in said
+
+
+def test_adapters_of_common_layers_are_plain(tmp_path: Path) -> None:
+    facts = ModelFacts.from_config(USUAL)
+    for targets in ({}, {"lora_target_modules": "all-linear"}, {"lora_target_modules": ["q_proj", "down_proj"]}):
+        assert has_plain_adapter(wish(folder(tmp_path), use_peft=True, **targets), facts)
+    assert has_plain_adapter(wish(folder(tmp_path)), facts)

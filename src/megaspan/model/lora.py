@@ -12,8 +12,10 @@ from __future__ import annotations
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
+import torch
 from transformers import PreTrainedModel
 
+from megaspan.attention.seam import is_attention
 from megaspan.human import UserError
 from megaspan.model.load import LoadedModel, with_model
 from megaspan.world.quiet import peft_at_work
@@ -56,15 +58,42 @@ def wrap_lora(model: Any, config: SFTConfig, peft_config: Any = None) -> Any:
     from peft import get_peft_model
 
     chosen = _options(config) if peft_config is None else peft_config
+    do, name = _names_to_write(model), type(model).__name__  # of the model as it is without adapters
     try:
         with peft_at_work():
             # The adapter has the type of the weights around it; its fp32 masters live in the optimizer, like all others.
-            return get_peft_model(model, chosen, autocast_adapter_dtype=False)
+            wrapped = get_peft_model(model, chosen, autocast_adapter_dtype=False)
     except ValueError as error:
+        if getattr(chosen, "target_parameters", None):
+            raise _on_experts(name, do) from error
         first = str(error).splitlines()[0]
-        raise UserError(
-            f"peft cannot place the adapter: {first}", do="Set lora_target_modules to all-linear, or to names of modules"
-        ) from error
+        raise UserError(f"peft cannot place the adapter: {first}", do=do) from error
+    if getattr(chosen, "target_parameters", None):
+        raise _on_experts(name, do)
+    return wrapped
+
+
+def _on_experts(name: str, do: str) -> UserError:
+    """What is said of experts in one tensor: peft makes adapters on parameters of names such as `all-linear` or `up_proj`."""
+    return UserError(
+        f"lora_target_modules means the experts of {name} too, whose weights are parameters without a module, and adapters on "
+        "bare parameters (target_parameters) are not proven exact under the levers",
+        do=do,
+    )
+
+
+def _names_to_write(model: PreTrainedModel) -> str:
+    """What `lora_target_modules` may be, also where experts are one tensor."""
+    if not any(parameter.ndim > 2 for parameter in model.parameters()):
+        return "Set lora_target_modules to all-linear, or to names of modules"
+    attending = [module for module in model.modules() if is_attention(module)]
+    linear = {
+        name.rpartition(".")[2]: None
+        for module in attending
+        for name, part in module.named_modules()
+        if isinstance(part, torch.nn.Linear)
+    }
+    return f"Write lora_target_modules: [{', '.join(linear)}]" if linear else "Set lora_target_modules to names of modules"
 
 
 def check_peft(peft_config: Any = None) -> None:

@@ -7,7 +7,19 @@ from megaspan.plan.choose import plan_command as plan_command
 from megaspan.plan.facts import Machine as Machine
 from megaspan.plan.facts import ModelFacts as ModelFacts
 from megaspan.plan.facts import model_facts as model_facts
+from megaspan.plan.plain import has_plain_adapter as has_plain_adapter
 from megaspan.plan.plain import is_plain as is_plain
 from megaspan.plan.ranks import RankSizes as RankSizes
 
-__all__ = ["Machine", "ModelFacts", "Plan", "RankSizes", "choose", "free_disk", "is_plain", "model_facts", "plan_command"]
+__all__ = [
+    "Machine",
+    "ModelFacts",
+    "Plan",
+    "RankSizes",
+    "choose",
+    "free_disk",
+    "has_plain_adapter",
+    "is_plain",
+    "model_facts",
+    "plan_command",
+]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from megaspan.human import UserError
 from megaspan.plan.entries import check_entries
-from megaspan.plan.facts import read_config
+from megaspan.plan.facts import ModelFacts, read_config
 from megaspan.plan.families import FAMILIES
 from megaspan.plan.rope_native import REQUIRED, read_rope
 
@@ -68,6 +68,11 @@ _FORMS: dict[tuple[type, ...], tuple[str, ...]] = {
 }  # fmt: skip
 """The kinds of value that transformers' configurations of the known families take under a key, all of them."""
 
+_PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_CHOSEN_BY_PEFT = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text")
+_COMMON_PARTS = (*_CHOSEN_BY_PEFT, "olmo2", "olmo3", "granite", "cohere", "cohere2", "smollm3", "seed_oss")
+"""Families whose layers are of `_PARTS`; of the first ones peft chooses some by itself."""
+
 _DTYPES = (None, "float32", "bfloat16", "float16")
 
 
@@ -87,6 +92,24 @@ def is_plain(config: SFTConfig) -> bool:
         changed["layer_types"] = changed["layer_types"][: changed["num_hidden_layers"]]  # fewer layers are the first ones
     dropped = any(changed.get(key) for key in DROPOUTS)
     return is_usual(raw) and is_usual(changed) and not dropped and _is_whole(Path(name).expanduser())
+
+
+def has_plain_adapter(config: SFTConfig, model: ModelFacts) -> bool:
+    """Whether there is surely a place for the adapter that the options ask for, or none is asked for; else peft has to say.
+
+    Args:
+        config: the options.
+        model: facts of its model.
+    """
+    if not config.use_peft:
+        return True
+    targets, saved = config.lora_target_modules, config.lora_modules_to_save
+    if model.model_type not in _COMMON_PARTS or model.experts is not None or saved is not None:
+        return False
+    names = [targets] if isinstance(targets, str) else targets
+    if names is None:
+        return model.model_type in _CHOSEN_BY_PEFT
+    return names in (["all-linear"], ("all-linear",)) or set(names) <= {*_PARTS}
 
 
 def is_usual(raw: Mapping[str, Any]) -> bool:
