@@ -39,6 +39,16 @@ def test_nothing_warns(path):
     assert not warned
 
 
+@pytest.mark.parametrize("path", SOURCES, ids=NAMES)
+def test_no_text_file_is_in_the_encoding_of_the_machine(path):
+    """A name that is no ASCII, in a path or a tokenizer, could not be saved where the locale is another than UTF-8."""
+    calls = [node for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.Call)]
+    before = {"read_text": 0, "write_text": 1}  # arguments before the encoding
+    named = [(call, before.get(call.func.attr)) for call in calls if isinstance(call.func, ast.Attribute)]
+    texts = [(call, first) for call, first in named if first is not None and len(call.args) <= first]
+    assert not [call.lineno for call, _ in texts if not any(word.arg == "encoding" for word in call.keywords)]
+
+
 def test_no_module_is_a_drawer():
     assert not [name for name in NAMES if re.search(r"(utils?|helpers?|common|misc)(\.py|/)", name)]
 

@@ -227,6 +227,6 @@ def _config_of(what: str, flags: list[str]) -> SFTConfig:
 
 def _without_rope(config: Path) -> list[str]:
     """A run's saved model carries its rope settings itself; asking for them again could only contradict it."""
-    wishes = (yaml.safe_load(config.read_text()) or {}).get("model_init_kwargs") or {}
+    wishes = (yaml.safe_load(config.read_text(encoding="utf-8")) or {}).get("model_init_kwargs") or {}
     kept = {name: value for name, value in wishes.items() if name not in {"rope_parameters", "revision"}}
     return ["--model_init_kwargs", yaml.safe_dump(kept or None, default_flow_style=True).strip().removesuffix("\n...")]

@@ -171,7 +171,7 @@ def _arguments(config: SFTConfig, place: Path, rows: int) -> SFTConfig:
         raw = read_config(str(config.model_name_or_path), config.model_revision)
         (place / "shape").mkdir(exist_ok=True)
         mine = place / f"config-{os.getpid()}"  # other ranks write the same; whoever reads finds a whole one
-        mine.write_text(json.dumps(raw))
+        mine.write_text(json.dumps(raw), encoding="utf-8")
         mine.rename(place / "shape" / "config.json")
         kept |= {"model_name_or_path": str(place / "shape"), "model_revision": None}
     return SFTConfig(

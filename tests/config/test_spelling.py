@@ -33,7 +33,7 @@ from megaspan.human import UserError, UserErrors
          "  --packing false  # as in datasets: here",
          'Paste:\n  model_init_kwargs={"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}\n'
          "  packing=False  # as in datasets: here"),
-        ("Set eos_token: '<s>'", "Set --eos_token ''\"'\"'<s>'\"'\"''", 'Set eos_token="<s>"'),
+        ("Set eos_token: '<s>'", "Set --eos_token '<s>'", 'Set eos_token="<s>"'),
     ],
 )  # fmt: skip
 def test_options_are_spelt_as_flags_and_as_arguments(words, flags, python):

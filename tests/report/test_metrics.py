@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from megaspan.human import UserError
 from megaspan.report import Metrics, read_metrics
 
 
@@ -77,7 +78,7 @@ def test_every_tracker_ends_its_record_where_the_disk_is_full(tmp_path, monkeypa
     metrics = Metrics(tmp_path)
     metrics._file.close()
     metrics._file = open("/dev/full", "w")  # noqa: SIM115
-    with pytest.raises(OSError, match="No space left"), metrics:
+    with pytest.raises(UserError, match="No space left"), metrics:
         metrics.log(1, {})
     assert ended == [True, True]
 
@@ -86,3 +87,12 @@ def test_a_killed_run_has_lost_nothing(tmp_path):
     process = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], timeout=60)
     assert process.returncode == -signal.SIGKILL
     assert steps(tmp_path) == [1, 2, 3]
+
+
+def test_a_full_disk_is_a_sentence_with_the_step(tmp_path):
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    with (
+        pytest.raises(UserError, match=r"cannot be written at step 3: No space left on device\. Make room there"),
+        Metrics(tmp_path) as metrics,
+    ):
+        metrics.log(3, {"loss": 1.0})

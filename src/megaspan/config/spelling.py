@@ -26,7 +26,14 @@ _REMARK = re.compile(r"(\s# .*)")
 
 def as_flags(words: str) -> str:
     """The words with each option as a flag: `--packing false`."""
-    return _respelt(words, lambda name, text, _: f"--{name} {shlex.quote(text)}")
+    from megaspan.config.read import yaml_value
+
+    def flag(name: str, text: str, value: Any) -> str:
+        # A text that YAML reads as itself needs the shell's quotes alone.
+        plain = isinstance(value, str) and yaml_value(value) == value
+        return f"--{name} {shlex.quote(value if plain else text)}"
+
+    return _respelt(words, flag)
 
 
 def as_python(words: str) -> str:

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
+from megaspan.human import UserError
 from megaspan.report.trackers import Tracker, start_trackers
 
 FILE = "metrics.jsonl"
@@ -74,7 +75,11 @@ class Metrics:
         self.close(failed=error is not None)
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Writes one entry. Numbers that JSON has no word for become null, and their names are listed under `not_finite`."""
+        """Writes one entry. Numbers that JSON has no word for become null, and their names are listed under `not_finite`.
+
+        Raises:
+            UserError: the disk takes no more.
+        """
         if self._file is None:
             return
         entry: dict[str, Any] = {"step": step, "time": round(time.time(), 3)}
@@ -82,8 +87,14 @@ class Metrics:
         entry |= {name: None if name in odd else value for name, value in values.items()}
         if odd:
             entry["not_finite"] = {name: str(values[name]) for name in odd}
-        self._file.write(json.dumps(entry, allow_nan=False) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(entry, allow_nan=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise UserError(
+                f"{self._file.name} cannot be written at step {step}: {error.strerror}",
+                do="Make room there, then go on from the newest checkpoint with resume_from_checkpoint: true",
+            ) from error
         numbers = {_tracked_name(name): value for name, value in values.items() if isinstance(value, int | float)}
         for tracker in self._trackers:
             tracker.log(step, numbers)
@@ -95,7 +106,12 @@ class Metrics:
                 stack.callback(tracker.close, failed)
             self._trackers = []
             if self._file is not None:
-                stack.callback(self._file.close)
+                stack.callback(self._close_file)
+
+    def _close_file(self) -> None:
+        with contextlib.suppress(OSError):  # a full disk was told of when the entry was written
+            if self._file is not None:
+                self._file.close()
 
 
 def read_metrics(run: Path | str) -> list[dict[str, Any]]:

@@ -86,7 +86,7 @@ def check_run_name(report_to: str | Sequence[str] | None, run: Path, run_name: s
 def _state(run: Path) -> dict[str, str]:
     """What the run folder keeps of its records: the id and the name."""
     file = run / _STATE
-    return json.loads(file.read_text()) if file.exists() else {}
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
 
 
 def start_trackers(
@@ -101,7 +101,7 @@ def start_trackers(
     new_id = uuid.uuid4().hex[:8]
     named = {"name": run_name} if run_name else {}
     state = {"id": new_id, "name": f"{run.resolve().name}-{new_id[:4]}"} | (_state(run) if resumed_step else {}) | named
-    (run / _STATE).write_text(json.dumps(state) + "\n")
+    (run / _STATE).write_text(json.dumps(state) + "\n", encoding="utf-8")
     opened: list[Tracker] = []
     for name in names:
         if name == "tensorboard":

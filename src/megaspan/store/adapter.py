@@ -77,8 +77,8 @@ def save_adapter(model: Any, folder: Path, weights: dict[str, Any] | None = None
     if published is not None:
         config.get_text_config().vocab_size = published.vocab_size  # the base's weights have that size
     config.save_pretrained(folder / "base")
-    (folder / "megaspan.json").write_text(json.dumps(facts, indent=2) + "\n")
-    (folder / "README.md").write_text(_readme(facts))
+    (folder / "megaspan.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    (folder / "README.md").write_text(_readme(facts), encoding="utf-8")
 
 
 def origin(base: Any) -> dict[str, str | None]:

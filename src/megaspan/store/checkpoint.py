@@ -108,7 +108,8 @@ def save_checkpoint(
                 weights_name: write_tensors(folder / weights_name, weights, feed),
                 "state.safetensors": write_tensors(folder / "state.safetensors", tensors, feed),
             }
-            (folder / "state.json").write_text(json.dumps({**state, "progress": split_state(dict(progress), "progress")[0]}))
+            told = json.dumps({**state, "progress": split_state(dict(progress), "progress")[0]})
+            (folder / "state.json").write_text(told, encoding="utf-8")
             facts = {
                 "format": FORMAT,
                 "step": step,
@@ -163,7 +164,7 @@ def load_checkpoint(
     )
     if differences := _differences(weights, here, saved_identity, current_identity):
         raise another_run(path, differences, options or {})
-    state = json.loads((path / "state.json").read_text())
+    state = json.loads((path / "state.json").read_text(encoding="utf-8"))
     tensors: Mapping[str, torch.Tensor] = TensorFile(path / "state.safetensors")
     if not shared and all(tensor.device.type == "cpu" for tensor in here.values()):
         # An optimizer on the CPU would keep what it is given: not pages of a file, then, that rotation is going to delete.

@@ -164,7 +164,8 @@ def _load_adapter(folder: Path) -> Any:
             f"{folder} is an adapter that megaspan did not save, and says nothing of its base's rope settings",
             do="Merge it with peft's own merge_and_unload",
         )
-    facts, config = json.loads((folder / "megaspan.json").read_text()), AutoConfig.from_pretrained(folder / "base")
+    facts = json.loads((folder / "megaspan.json").read_text(encoding="utf-8"))
+    config = AutoConfig.from_pretrained(folder / "base")
     config.get_text_config().vocab_size = facts["vocab_size"]
     base = _load_base(facts, config)
     with peft_at_work():

@@ -24,7 +24,8 @@ from megaspan.world.host import cores
 
 MANIFEST = "manifest.json"
 _PARTIAL, _OLD = ".partial-", ".old-"
-_SPARE_BYTES = 64 * 2**20
+SPARE_BYTES = 64 * 2**20
+"""What stays free when a save is begun: settings, tokenizer and metrics want room too."""
 
 
 @contextlib.contextmanager
@@ -94,13 +95,13 @@ def write_manifest(folder: Path, facts: Mapping[str, Any], sums: Mapping[str, in
     for path in files:
         name = path.relative_to(folder).as_posix()
         entries[name] = {"bytes": path.stat().st_size, "crc32": sums[name] if name in sums else file_sums([path], 1)[0]}
-    (folder / MANIFEST).write_text(json.dumps({**facts, "files": entries}, indent=1))
+    (folder / MANIFEST).write_text(json.dumps({**facts, "files": entries}, indent=1), encoding="utf-8")
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
     """The manifest of a complete folder, or None: no manifest, or a file is missing or has another size."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         whole = all((folder / name).stat().st_size == entry["bytes"] for name, entry in manifest["files"].items())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
@@ -128,7 +129,7 @@ def require_space(folder: Path, needed: int, what: str) -> None:
         UserError: less than `needed` bytes and a little more are free.
     """
     free = free_bytes(folder)
-    if free < needed + _SPARE_BYTES:
+    if free < needed + SPARE_BYTES:
         raise UserError(
             f"no room for {what} in {folder}: it takes {format_bytes(needed)}, and {format_bytes(free)} are free",
             do="Make room there, lower save_total_limit, or choose another output_dir",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import errno
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,7 @@ from transformers.utils import logging as transformers_logging
 
 from megaspan.human import UserError
 from megaspan.layers.shards import compute_dtype
+from megaspan.plan.rope_native import read_rope
 from megaspan.store.adapter import base_of, is_adapter, save_adapter, save_adapter_settings
 from megaspan.store.folder import new_folder, require_space
 from megaspan.store.sharded import Feed, WholeState, in_order, is_sharded, whole_state, write_together
@@ -107,7 +109,7 @@ def write_settings(model: Any, tokenizer: Any, folder: Path) -> None:
         config.save_pretrained(folder)
         if base.can_generate():
             base.generation_config.save_pretrained(folder)
-    except ValueError as error:
+    except (ValueError, TypeError) as error:  # settings that do not go together, or that JSON has no word for
         reason = " ".join(str(error).split())
         raise UserError(
             f"transformers refuses to save this model's settings, so the run could not be saved: {reason}",
@@ -155,15 +157,23 @@ def _write_sharded(model: Any, held: WholeState, feed: Feed, tokenizer: Any, fol
 def _write_tokenizer(base: Any, tokenizer: Any, folder: Path) -> None:
     if tokenizer is None:
         return
-    tokenizer.save_pretrained(folder)
-    length = getattr(base.config.get_text_config(), "max_position_embeddings", None)
-    if length is not None:
+    try:
+        tokenizer.save_pretrained(folder)
+    except Exception as error:  # whatever a class of somebody's own does, or a file that is gone by now
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise UserError(
+            f"{type(tokenizer).__name__} cannot be saved, so the run could not be saved: {type(error).__name__}: {error}",
+            do="Mend the tokenizer, or load it again from its folder",
+        ) from error
+    length = read_rope(base.config.to_dict()).window  # more than max_position_embeddings where YaRN stands beside it
+    if length:
         _edit(folder / "tokenizer_config.json", model_max_length=length)
 
 
 def _edit(path: Path, **values: Any) -> None:
-    settings = json.loads(path.read_text())
-    path.write_text(json.dumps(settings | values, indent=2, ensure_ascii=False) + "\n")
+    settings = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps(settings | values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _cast(model: Any, dtype: torch.dtype | None) -> dict[str, torch.Tensor] | None:

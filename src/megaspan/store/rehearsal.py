@@ -16,7 +16,7 @@ import torch
 
 from megaspan.human import UserError, format_bytes
 from megaspan.store.checkpoint import HasState, checkpoints, trained_tensors
-from megaspan.store.folder import free_bytes, new_folder, remove_folder
+from megaspan.store.folder import SPARE_BYTES, free_bytes, new_folder, remove_folder
 from megaspan.store.plain import saved_bytes, write_settings
 from megaspan.store.sharded import is_sharded, together
 from megaspan.store.tensors import split_state, tensor_bytes
@@ -56,6 +56,7 @@ def rehearse_save(
     dtype: torch.dtype | None = None,
     progress: Mapping[str, Any] | None = None,
     identity: Mapping[str, Any] | None = None,
+    tokenizer: Any = None,
 ) -> Rehearsal:
     """Tries at step 0 what would otherwise fail after the training is done (case R88).
 
@@ -72,7 +73,7 @@ def rehearse_save(
         saves: checkpoints that the run is going to write, as far as is known (0: `save_strategy` is "no").
         keep: `save_total_limit`; one more exists while a new one is written.
         dtype: of the final save, when it is not that of the weights.
-        progress, identity: as for `save_checkpoint`, to find out now whether they can be saved.
+        progress, identity, tokenizer: as for `save_checkpoint`, to find out now whether they can be saved.
 
     Raises:
         UserError: no room, or the folder cannot be written to.
@@ -82,17 +83,23 @@ def rehearse_save(
     split_state(whole, "state")
 
     def rehearse() -> Rehearsal:
-        return _rehearse(run, model, optimizer_bytes, saves, keep, dtype)
+        return _rehearse(run, model, optimizer_bytes, saves, keep, dtype, tokenizer)
 
     return together(rehearse) if is_sharded(model) else rehearse()
 
 
 def _rehearse(
-    run: Path, model: torch.nn.Module, optimizer_bytes: int, saves: int, keep: int | None, dtype: torch.dtype | None
+    run: Path,
+    model: torch.nn.Module,
+    optimizer_bytes: int,
+    saves: int,
+    keep: int | None,
+    dtype: torch.dtype | None,
+    tokenizer: Any,
 ) -> Rehearsal:
     try:
         with new_folder(run / "rehearsal") as folder:
-            write_settings(model, None, folder)
+            write_settings(model, tokenizer, folder)
         remove_folder(run / "rehearsal")
     except OSError as error:
         raise UserError(f"cannot write to the run folder {run}: {error.strerror}", do="Choose another output_dir") from error
@@ -101,11 +108,12 @@ def _rehearse(
     final = saved_bytes(model, dtype)
     existing = sum(_folder_bytes(path) for path in checkpoints(run))
     rehearsal = Rehearsal(one, final, at_once * one + final, free_bytes(run) + (existing if keep is not None else 0))
-    if rehearsal.needed_bytes > rehearsal.free_bytes:
+    if rehearsal.needed_bytes + SPARE_BYTES > rehearsal.free_bytes:  # a save wants so much more, and is refused without
         checkpoints_text = f"{at_once} checkpoint{'s' * (at_once != 1)} of {format_bytes(one)} at a time and "
         raise UserError(
             f"{run} has no room for what this run is going to save: {checkpoints_text * (at_once > 0)}a final model of "
-            f"{format_bytes(final)} need {format_bytes(rehearsal.needed_bytes)}, {format_bytes(rehearsal.free_bytes)} are free",
+            f"{format_bytes(final)} need {format_bytes(rehearsal.needed_bytes)} and {format_bytes(SPARE_BYTES)} to spare, "
+            f"{format_bytes(rehearsal.free_bytes)} are free",
             do="Make room there, set save_total_limit: 1 or save_strategy: no, or choose another output_dir",
         )
     return rehearsal

@@ -173,7 +173,7 @@ def write_run_facts(run: Path | str, *, config: Mapping[str, Any], facts: Mappin
 def read_run_facts(run: Path | str) -> dict[str, Any]:
     """What `run.json` holds: `starts`, oldest first; an empty dict where there is none."""
     path = Path(run) / "run.json"
-    return json.loads(path.read_text()) if path.exists() else {}
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def _software() -> dict[str, Any]:
@@ -214,5 +214,5 @@ def _now() -> str:
 def _replace(path: Path, text: str) -> None:
     """Writes a file in one step: a reader, or a kill, sees the old text or the new one."""
     partial = path.with_name(f".{path.name}")
-    partial.write_text(text)
+    partial.write_text(text, encoding="utf-8")
     partial.replace(path)

@@ -169,6 +169,7 @@ class SFTTrainer:
             keep=args.save_total_limit,
             progress=self._progress(),
             identity=job.identity(schedule),
+            tokenizer=self.processing_class,
         )
         job.write_run_facts(schedule, checkpoint)
         speaks = job.ranks.speaks

@@ -55,7 +55,7 @@ def _alive(pid: int) -> bool:
     """Whether a process of this machine runs; one that has ended and waits to be collected does not."""
     try:
         os.kill(pid, 0)
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
     except ProcessLookupError:
         return False
     except (OSError, IndexError):  # not ours to signal, or no /proc

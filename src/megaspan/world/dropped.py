@@ -41,7 +41,7 @@ def launch_file(parent: int | None = None, proc: Path = Path("/proc")) -> Mappin
     place = proc / str(os.getppid() if parent is None else parent)
     try:
         name = launch_file_name(parent, proc)
-        said = None if name is None else yaml.safe_load((Path(os.readlink(place / "cwd")) / name).read_text())
+        said = None if name is None else yaml.safe_load((Path(os.readlink(place / "cwd")) / name).read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
         return {}
     return said if isinstance(said, dict) else {}
@@ -51,7 +51,7 @@ def launch_file_name(parent: int | None = None, proc: Path = Path("/proc")) -> s
     """The launch file of the parent process as it was typed there; None where there is none to be seen."""
     place = proc / str(os.getppid() if parent is None else parent)
     try:
-        return _config_file((place / "cmdline").read_text().removesuffix("\0").split("\0"))
+        return _config_file((place / "cmdline").read_text(encoding="utf-8").removesuffix("\0").split("\0"))
     except (OSError, ValueError):
         return None
 
@@ -92,7 +92,7 @@ def launch_flags(parent: int | None = None, proc: Path = Path("/proc")) -> dict[
     """
     place = proc / str(os.getppid() if parent is None else parent)
     try:
-        found = _parsed((place / "cmdline").read_text().removesuffix("\0").split("\0"))
+        found = _parsed((place / "cmdline").read_text(encoding="utf-8").removesuffix("\0").split("\0"))
     except (OSError, ValueError):
         return {}
     if found is None:
