@@ -17,6 +17,7 @@ import pytest
 from megaspan import cli, world
 from megaspan.config import SFTConfig
 from megaspan.human import UserError
+from tests.models import save_model_folder
 
 
 @pytest.fixture
@@ -114,7 +115,7 @@ def test_json_leaves_stdout_to_the_result(verb, config, capsys):
 @pytest.mark.parametrize(("fits", "code"), [(True, 0), (False, 1)])
 def test_plan_says_by_its_exit_code_whether_it_fits(verb, config, capsys, fits, code):
     plan = {"plan_command": lambda given, machine: Plan(fits and machine == world.machine()), "is_plain": lambda given: True}
-    verb("megaspan.plan", **plan)
+    verb("megaspan.plan", has_plain_adapter=lambda given, model: True, **plan)
     assert cli.main(["plan", config]) == code
     assert capsys.readouterr().out == "the plan\n"
     assert cli.main(["plan", config, "--json"]) == code
@@ -385,3 +386,17 @@ def test_a_file_may_be_the_value_of_the_last_flag(tmp_path, monkeypatch, capsys)
     assert cli.main(["plan", "--max_length", "4k", "--model_name_or_path", "qwen3-0.6b", "--output_dir", "a.yaml"]) == 0
     assert cli.main(["train", "--deepspeed", "a.yaml"]) == 2
     assert "DeepSpeed would take over" in capsys.readouterr().err
+
+
+def test_a_result_is_printed_whatever_the_locale(tmp_path):
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    words = [sys.executable, "-m", "megaspan", "plan", "--model_name_or_path", "qwen3-0.6b", "--max_length", "4k"]
+    ended = subprocess.run([*words, "--host_memory", "1TiB"], env=environment, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "\\xb7 RoPE unchanged" in ended.stdout
+    text, model = tmp_path / "t\xe9.txt", save_model_folder(tmp_path / "model")
+    text.write_text("In the beginning. " * 9)
+    words = [sys.executable, "-m", "megaspan", "data", "--model_name_or_path", str(model), "--dataset_name", str(text)]
+    ended = subprocess.run([*words, "--max_length", "64", "--show", "0"], env=environment, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert "t\\xe9.txt" in ended.stdout

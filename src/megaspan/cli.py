@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import json
 import math
 import os
@@ -206,6 +207,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command line, prints its result. Returns the exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     as_json = "--json" in arguments
+    if isinstance(sys.stdout, io.TextIOWrapper):  # as stderr has it: outside of UTF-8 an ellipsis would end the command
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         # Libraries print where they like; only the result may reach stdout. What `data` prints is its result.
         quiet = as_json or arguments[:1] != ["data"]
