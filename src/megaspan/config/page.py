@@ -34,6 +34,9 @@ NLL = """
 `loss_type: nll` is the plain loss with all logits here. TRL 1.15 and later mean the chunked loss by that name; here that is
 `chunked_nll`, the default. `max_length: null` (no limit) does not exist.
 
+Of records with `input_ids` the columns `labels`, `completion_mask` and `assistant_masks` all count: a token is trained where
+each of them says so. TRL leaves `completion_mask` out unless `completion_only_loss` is true, and reads no mask beside `labels`.
+
 ## Supported with the same name
 """
 ALIASES = """
