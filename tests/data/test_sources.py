@@ -14,6 +14,7 @@ import torch
 
 from megaspan.data import Rows, sources
 from megaspan.human import UserError
+from megaspan.store.run import write_run_facts
 from tests.data.given import prepare, texts_of
 
 datasets.disable_progress_bars()
@@ -69,6 +70,37 @@ def test_a_folder_says_what_it_left_out(tmp_path: Path) -> None:
     assert "5 files left out: unknown ending (v.bin, w.bin, x.bin, …)" in table
     assert "1 file left out: records beside text (data.jsonl)" in table
     assert rows_of(tmp_path, source).ledger == rows.ledger
+
+
+@pytest.mark.parametrize("run", [".", "run", "run/of/today"])
+def test_a_run_beside_the_text_is_no_text(cached: Path, run: str) -> None:
+    """`dataset_name: .` with an `output_dir` below: a resumed run would have other data, and `eval` would read the run."""
+    text, records, split = cached / "text", cached / "records", cached / "split"
+    jsonl(records / "a.jsonl", {"text": "aa"})
+    for name in ("a.txt", "config.yaml"):
+        text.mkdir(exist_ok=True)
+        (text / name).write_text(name[0])
+    for name in ("train", "test"):
+        (split / name).mkdir(parents=True)
+        (split / name / "a.txt").write_text(name)
+    if run == ".":
+        (text / "config.yaml").unlink()  # a run would have written over it
+
+    def documents() -> list[list[str]]:
+        # Rows are prepared anew: what was prepared before would be found again.
+        return [texts_of(rows_of(cached / str(len(list(cached.iterdir()))), place)) for place in (text, records, split)]
+
+    before = documents()
+    for place in (text, records, split):
+        write_run_facts(place / run, config={"max_length": 100}, facts={})
+        (place / run / "metrics.jsonl").write_text('{"loss": 1}\n')
+        for folder in ("model", "checkpoint-3"):
+            (place / run / folder).mkdir()
+            (place / run / folder / "README.md").write_text("how the adapter is loaded")
+        if run != ".":  # files beside train/ and test/ make one split of them
+            (place / run / "adapter_config.json").write_text("{}")
+            (place / run / "README.md").write_text("how the adapter is loaded")
+    assert documents() == before
 
 
 def test_a_glob_takes_what_decodes_and_reads_records(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 from megaspan.data.names import OTHER_RECORDS, READ, UNPACK, is_path, not_in_the_cache, not_on_the_hub, nothing_there
 from megaspan.data.readers import JsonLines, Source, TextFiles
 from megaspan.data.tables import Listed, Parquet, Stream, Table
-from megaspan.data.textfiles import NAMES, RECORDS, SkippedFiles, ending, is_text_name, text_of, walk
+from megaspan.data.textfiles import NAMES, RECORDS, SkippedFiles, ending, is_text_name, kept_by_a_run, text_of, walk
 from megaspan.human import UserError
 from megaspan.plan.facts import no_way_to_the_hub
 
@@ -103,12 +103,13 @@ def _folder(entry: Entry, folder: Path, wish: Wish) -> list[Source]:
         return [_from_disk(entry, folder, wish)]
     if _has_split_folders(folder, wish):
         if not (folder / wish.split).is_dir():
-            raise UserError(f"{entry.path} has no split {wish.split!r}", allowed=", ".join(_subfolders(folder)))
+            there = [name for name in _subfolders(folder) if _holds_documents(folder / name)]
+            raise UserError(f"{entry.path} has no split {wish.split!r}", allowed=", ".join(there))
         folder = folder / wish.split
         wish = Wish(wish.split, wish.split, wish.text_field, wish.streaming, wish.shuffle)
     files = walk(folder)
     if not files:
-        what = f"{entry.path} is an empty folder (hidden files and caches are not looked at)"
+        what = f"{entry.path} is an empty folder (hidden files, caches and runs are not looked at)"
         raise UserError(what, allowed=READ, do="Put the text there, or check the name")
     records = [path for path in files if ending(path) in RECORDS]
     beside = [path for path in files if is_text_name(path) and path.stem.lower() not in NAMES]
@@ -145,14 +146,23 @@ def _names_a_split(path: Path) -> bool:
 
 def _has_split_folders(folder: Path, wish: Wish) -> bool:
     """Whether the folder is divided by split: it has a folder of the training split's name, and otherwise only other splits."""
-    inside = [path for path in folder.iterdir() if not path.name.startswith(".")]
+    run = kept_by_a_run(folder)
+    inside = [path for path in folder.iterdir() if not path.name.startswith(".") and path.name not in run]
     others = [path for path in inside if not path.is_dir() and path.stem.lower() not in NAMES]
     splits = {wish.train_split, wish.split, "train", "test", "validation", "dev", "eval"}
-    return not others and wish.train_split in _subfolders(folder) and set(_subfolders(folder)) <= splits
+    beside = [folder / name for name in _subfolders(folder) if name not in splits]
+    return not others and (folder / wish.train_split).is_dir() and not any(map(_holds_documents, beside))
+
+
+def _holds_documents(folder: Path) -> bool:
+    """Whether there is text or a file of records below, and not runs alone."""
+    return any(is_text_name(path) or ending(path) in RECORDS for path in walk(folder))
 
 
 def _subfolders(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    run = kept_by_a_run(folder)
+    places = [path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")]
+    return sorted(path.name for path in places if path.name not in run)
 
 
 def _files(entry: Entry, paths: Sequence[Path], wish: Wish) -> list[Source]:

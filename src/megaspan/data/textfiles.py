@@ -2,11 +2,13 @@
 
 A repository of source code is a natural row of a million tokens, but its folder also holds images, archives and the version
 control's own files. One file is one document; a folder takes the endings listed here, a file or glob that was named takes
-whatever decodes. Hidden files and caches are not looked at; every other file that is left out is counted under its reason.
+whatever decodes. Hidden files, caches and what a run keeps in its `output_dir` are not looked at; every other file that is left
+out is counted under its reason.
 """
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -40,6 +42,7 @@ NAMES = (
 )
 FOLDERS_LEFT_OUT = ("__pycache__", "node_modules")
 RECORDS = ("jsonl", "ndjson", "parquet")
+_OF_A_RUN = ("run.json", "config.yaml", "metrics.jsonl", "plots.png", "model")
 _ENDINGS = frozenset(PROSE + CODE)
 _EXAMPLES = 3
 
@@ -78,7 +81,9 @@ def is_text_name(path: Path) -> bool:
 
 
 def walk(folder: Path) -> list[Path]:
-    """Every file below `folder` in the order of paths, without hidden ones and caches; links to folders are not followed.
+    """Every file below `folder` in the order of paths; links to folders are not followed.
+
+    Left out are hidden files, caches and what runs keep: an `output_dir` beside the text would be other text at each start.
 
     Raises:
         UserError: a folder may not be read: its text would be missing without a word.
@@ -89,9 +94,25 @@ def walk(folder: Path) -> list[Path]:
 
     found: list[Path] = []
     for place, folders, names in os.walk(folder, onerror=refuse):
-        folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in FOLDERS_LEFT_OUT)
-        found += [Path(place, name) for name in names if not name.startswith(".")]
+        run = kept_by_a_run(Path(place))
+        folders[:] = sorted(
+            name for name in folders if not name.startswith(".") and name not in FOLDERS_LEFT_OUT and name not in run
+        )
+        found += [Path(place, name) for name in names if not name.startswith(".") and name not in run]
     return sorted(found, key=lambda path: path.relative_to(folder).parts)
+
+
+def kept_by_a_run(folder: Path) -> set[str]:
+    """Names of what a run of megaspan keeps in `folder`, its `output_dir`; none where the folder is no run's."""
+    try:
+        facts = json.loads((folder / "run.json").read_bytes())
+    except (OSError, ValueError):
+        return set()
+    if not isinstance(facts, dict) or "starts" not in facts:
+        return set()
+    kept = {*_OF_A_RUN, *(path.name for path in folder.glob("checkpoint-*"))}
+    # `save_model()` of an adapter writes how it is loaded.
+    return kept | {"README.md"} if (folder / "adapter_config.json").exists() else kept
 
 
 def text_of(folder: Path, files: Iterable[Path], skipped: SkippedFiles) -> list[Path]:
