@@ -158,6 +158,16 @@ def test_an_adapter_is_told(tmp_path, model_folder):
     assert line.reason == f"{trained:,} parameters train; on q_proj, v_proj"
 
 
+def test_the_names_of_all_linear_are_told_by_kind(tmp_path, model_folder):
+    """peft writes them out: 252 names for Qwen3-8B, in one line of the header."""
+    made = trainer(model_folder, tmp_path, documents([40]), max_steps=1, use_peft=True, lora_target_modules="all-linear")
+    layers = made.model.config.num_hidden_layers
+    told = ", ".join(
+        f"{kind} × {layers}" for kind in ("down_proj", "gate_proj", "up_proj", "k_proj", "o_proj", "q_proj", "v_proj")
+    )
+    assert made._job._adapter_lines()[0].reason.endswith(f" parameters train; on {told}")
+
+
 @pytest.mark.parametrize(
     ("sizes", "told"),
     [

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -281,6 +282,9 @@ class Job:
         config = self.model.peft_config[self.model.active_adapter]
         trained = sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
         targets = [config.target_modules] if isinstance(config.target_modules, str) else sorted(config.target_modules or ())
+        # peft writes `all-linear` out, a name for each module of each layer.
+        counts = Counter(name.rpartition(".")[2] for name in targets)
+        targets = [f"{name} × {count}" for name, count in counts.items()] if len(counts) < len(targets) else targets
         value = f"LoRA, r {config.r}, alpha {config.lora_alpha:g}, dropout {config.lora_dropout:g}"
         return [Line("adapter", value, f"{trained:,} parameters train; on {', '.join(targets)}")]
 
