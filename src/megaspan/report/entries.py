@@ -19,7 +19,7 @@ _SHOWN = (
     "step_seconds",
     "tokens_per_second",
 )
-_EXACT = ("num_tokens", "epoch")
+_EXACT = ("num_tokens", "eval_num_tokens", "epoch")
 
 
 def dict_line(entry: Mapping[str, float]) -> str:
