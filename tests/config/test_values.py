@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import yaml
 
 from megaspan.config import SFTConfig
 from megaspan.human import UserErrors
@@ -72,6 +73,7 @@ def test_every_option_refuses_a_value_of_no_type(name):
         ("memory_limit", [80, "GB"], "80GB"), ("max_length", "1million", "1M"), ("max_length", "128kb", "128k"),
         ("max_length", ["128k", "tokens"], "128k"), ("max_length", "1.5 mil", "1.5M"), ("max_lost_tokens", "50%", "0.5"),
         ("lora_dropout", "10%", "0.1"),
+        ("model_init_kwargs", "rope_parameters=auto", "{rope_parameters: auto}"), ("model_init_kwargs", "auto", None),
         ("memory_limit", 0, None), ("memory_limit", -80, None), ("memory_limit", "much", None), ("memory_limit", True, None),
         ("max_length", 1.5, None), ("max_length", 0, None), ("host_memory", "50%", None), ("seed", "3 GiB", None),
     ],
@@ -84,4 +86,12 @@ def test_what_a_wrong_size_was_meant_to_be(name, value, meant):
     (error,) = caught.value.errors
     assert error.do == (f"Write {name}: {meant}" if meant else None)
     if meant:
-        SFTConfig(**config | {name: meant})
+        SFTConfig(**config | {name: yaml.safe_load(meant)})
+
+
+def test_a_glob_that_the_shell_wrote_out():
+    """`--dataset_name books/*.txt` without quotes comes as many words."""
+    with pytest.raises(UserErrors, match=r"Put a glob in quotes, name the folder, or write datasets: \[\{path: a.txt\}, …\]"):
+        SFTConfig(max_length=4096, dataset_name=["a.txt", "b.txt"])
+    with pytest.raises(UserErrors, match="Write run_name: 'my run'"):
+        SFTConfig(max_length=4096, run_name=["my", "run"])

@@ -49,11 +49,11 @@ def test_every_letter_is_explained_every_sum_is_right_and_no_line_breaks_in_a_wo
         parts = [part.bytes for part in plan.parts if part.place == place]
         assert sum(parts) == needed
         assert len(parts) < 2 or re.search(rf"^{place} +in all +[\d.]+ [GM]iB$", text, re.M)
-    (legend,) = re.findall(r"^letters: .*?(?=\n\n)", text, re.M | re.S)
+    (legend,) = re.findall(
+        r"^letters: .*(?=\n\n)", text, re.M
+    )  # one line: whoever shows it breaks it once, where the terminal ends
     formulas = " ".join([*(part.formula for part in plan.parts), plan.largest.formula])
     used = set(re.findall(r"(?<![\w'])([tEQKHFVGLDTx])(?![\w'])", formulas)) - {"x"}
-    assert max(map(len, legend.splitlines())) <= 128
-    legend = legend.replace("\n", " ")
     for letter in used:
         assert re.search(rf"\b{letter} = [\d,]+", legend + formulas), letter
     assert f"t = {plan.tokens_per_rank:,} (tokens of" in legend

@@ -295,6 +295,10 @@ def _wrong_value(name: str, value: Any) -> UserError:
         return UserError(f"{name} must be {allowed}", got=value, do=f"Write {name}: {meant}", option=name)
     close = nearest(value, allowed.replace(" or ", ", ").split(", ")) if isinstance(value, str) else None
     do = f"Did you mean {close}?" if close else "Put it in quotes" if isinstance(value, float) and "text" in allowed else None
+    if isinstance(value, list) and allowed.startswith("a text"):  # the shell has written a glob out, or parted words
+        do = f"Write {name}: '{' '.join(map(str, value))}'"
+        if name == "dataset_name":
+            do = f"Put a glob in quotes, name the folder, or write datasets: [{{path: {value[0] if value else 'FILE'}}}, …]"
     found = "null" if value is None else None
     return UserError(f"{name} must be {allowed}", got=value, found=found, do=do, option=name)
 

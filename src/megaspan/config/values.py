@@ -182,12 +182,13 @@ Trackers = Annotated[
 
 
 _ONE_SIZE = re.compile(r"([0-9][0-9_,]*(?:\.[0-9]+)?)\s*([a-z%]*)", re.IGNORECASE)
+_PAIR = re.compile(r"(\w+)\s*[=:]\s*([\w.]+)")
 _LARGEST_GIB = 9_999  # a bare number above it is the MiB of nvidia-smi, 81559 for one
 _WORDS = {"thousand": "k", "kilo": "k", "mil": "M", "mio": "M", "million": "M", "mega": "M", "billion": "G"}
 
 
 def value_meant(allowed: str, value: Any) -> str | None:
-    """What was probably meant by a wrong size, number of tokens or share; None where nothing is seen.
+    """What was probably meant by a wrong size, number of tokens, share or mapping; None where nothing is seen.
 
     A bare number for memory is GiB (80 for 80GiB): bytes are too many digits to be typed by hand.
 
@@ -195,6 +196,9 @@ def value_meant(allowed: str, value: Any) -> str | None:
         allowed: the legal values, as `allowed_text` says them.
         value: what was given; two words behind a flag (80 GiB) come as a list.
     """
+    if allowed.startswith("a mapping"):
+        pairs = re.findall(_PAIR, value) if isinstance(value, str) else []
+        return f"{{{', '.join(f'{key}: {word}' for key, word in pairs)}}}" if pairs else None
     given = "".join(map(str, value)) if isinstance(value, list) else str(value)
     found = _ONE_SIZE.fullmatch(given.strip())
     if isinstance(value, bool) or found is None or not found[1].strip("0.,_"):

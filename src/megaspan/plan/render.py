@@ -112,7 +112,7 @@ def render_plan(plan: Plan, width: int = 128) -> str:
         if needed and len(parts) > 1:
             memory.add_row(place, "in all", format_bytes(needed), "", end_section=True)
     console.print(memory)
-    console.print(legend(plan, [*(part.formula for part in plan.parts), plan.largest.formula]))
+    console.print(legend(plan, [*(part.formula for part in plan.parts), plan.largest.formula]), soft_wrap=True)
     moments = table("Moments of a step (tensors alone)", "moment", "size")
     for name, size in plan.moments:
         moments.add_row(name, format_bytes(size))
@@ -168,7 +168,7 @@ def letters(plan: Plan) -> dict[str, tuple[int, str]]:
 
 
 def legend(plan: Plan, formulas: Iterable[str]) -> str:
-    """The letters that occur in `formulas` with their values, in a line or two; those that a formula explains are left out."""
+    """The letters that occur in `formulas` with their values, in one line; those that a formula explains are left out."""
     text = " ".join(formulas)
     used = {name: told for name, told in letters(plan).items() if re.search(rf"(?<![\w']){name}(?!\w| =)", text)}
     said = ", ".join(f"{name} = {value:,} ({what})" for name, (value, what) in used.items() if f"{name} = " not in text)
