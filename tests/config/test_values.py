@@ -91,7 +91,7 @@ def test_what_a_wrong_size_was_meant_to_be(name, value, meant):
 
 def test_a_glob_that_the_shell_wrote_out():
     """`--dataset_name books/*.txt` without quotes comes as many words."""
-    with pytest.raises(UserErrors, match=r"Put a glob in quotes, name the folder, or write datasets: \[\{path: a.txt\}, …\]"):
+    with pytest.raises(UserErrors, match="Put a glob in quotes, name the folder, or list several in datasets"):
         SFTConfig(max_length=4096, dataset_name=["a.txt", "b.txt"])
-    with pytest.raises(UserErrors, match="Write run_name: 'my run'"):
+    with pytest.raises(UserErrors, match="Put it in quotes"):
         SFTConfig(max_length=4096, run_name=["my", "run"])

@@ -196,6 +196,17 @@ def test_a_missing_checkpoint_lists_those_that_are_there(tmp_path, place):
         load_checkpoint(tmp_path / place, model, optimizer)
 
 
+def test_the_folder_of_a_run_is_answered_with_its_newest_checkpoint(tmp_path):
+    """It was called incomplete, and a user with days of work in it was told to start anew."""
+    model, optimizer = start()
+    for step in range(1, 8):
+        save_checkpoint(tmp_path, model=model, optimizer=optimizer, progress={"step": step})
+    with pytest.raises(UserError, match=rf"is a run, not a checkpoint. Write resume_from_checkpoint: {tmp_path}/checkpoint-7"):
+        module.require_checkpoint(tmp_path)
+    with pytest.raises(UserError, match=r": checkpoint-3, checkpoint-4, .*checkpoint-7 and 2 older ones"):
+        module.require_checkpoint(tmp_path / "checkpoint-9")
+
+
 def test_a_checkpoint_of_transformers_says_what_to_do(tmp_path):
     (tmp_path / "checkpoint-3").mkdir()
     (tmp_path / "checkpoint-3" / "trainer_state.json").write_text("{}")

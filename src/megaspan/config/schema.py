@@ -296,9 +296,9 @@ def _wrong_value(name: str, value: Any) -> UserError:
     close = nearest(value, allowed.replace(" or ", ", ").split(", ")) if isinstance(value, str) else None
     do = f"Did you mean {close}?" if close else "Put it in quotes" if isinstance(value, float) and "text" in allowed else None
     if isinstance(value, list) and allowed.startswith("a text"):  # the shell has written a glob out, or parted words
-        do = f"Write {name}: '{' '.join(map(str, value))}'"
+        do = "Put it in quotes"
         if name == "dataset_name":
-            do = f"Put a glob in quotes, name the folder, or write datasets: [{{path: {value[0] if value else 'FILE'}}}, …]"
+            do = "Put a glob in quotes, name the folder, or list several in datasets"
     found = "null" if value is None else None
     return UserError(f"{name} must be {allowed}", got=value, found=found, do=do, option=name)
 

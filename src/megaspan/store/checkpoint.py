@@ -47,6 +47,7 @@ from megaspan.store.tensors import TensorFile, join_state, split_state, tensor_b
 FORMAT = 1
 WEIGHTS, TRAINABLE = "model.safetensors", "trainable.safetensors"
 _NAME = re.compile(r"checkpoint-(\d+)")
+_NAMED = 5  # of a run's checkpoints, in an error
 
 
 class HasState(Protocol):
@@ -284,12 +285,15 @@ def _differences(
 def _not_a_checkpoint(path: Path) -> UserError:
     if not path.is_dir():
         run = path.parent if _NAME.fullmatch(path.name) else path
-        there = ", ".join(checkpoint.name for checkpoint in checkpoints(run)) or "none"
-        return UserError(f"there is no checkpoint {path}", allowed=f"complete checkpoints in {run}: {there}")
+        there = [checkpoint.name for checkpoint in checkpoints(run)]
+        named = ", ".join(there[-_NAMED:]) + f" and {len(there) - _NAMED} older ones" * (len(there) > _NAMED)
+        return UserError(f"there is no checkpoint {path}", allowed=f"complete checkpoints in {run}: {named or 'none'}")
     if (path / "trainer_state.json").exists():
         return UserError(
             f"{path} was written by transformers, not by megaspan", do="Start from its weights: model_name_or_path"
         )
+    if (newest := latest_checkpoint(path)) is not None:
+        return UserError(f"{path} is a run, not a checkpoint", do=f"Write resume_from_checkpoint: {newest}")
     return UserError(f"{path} is not complete: its manifest or one of its files is missing or short", do=_older(path))
 
 
