@@ -64,7 +64,7 @@ def test_the_command_of_the_page(toy: Toy) -> None:
 @pytest.mark.timeout(600)
 def test_the_guides_launch_file_starts_eight_ranks(toy: Toy) -> None:
     options = ["--model", "build/toy/model", "--books", "build/toy/books", "--max-length", "1k", "--window", "32"]
-    file = ["accelerate.commands.launch", "--cpu", "--config_file", str(GUIDE / "context_parallel_8gpu.yaml")]
+    file = ["accelerate.commands.launch", "--config_file", str(GUIDE / "context_parallel_8gpu.yaml")]
     start(toy, *file, str(GUIDE / "sft_qwen3_8b_1m_context.py"), *options, "--output-dir", "accelerated")
     found = entries(toy.folder / "accelerated/metrics.jsonl")
     assert found[0]["loss"] == pytest.approx(toy.entries[0]["loss"], rel=1e-6)

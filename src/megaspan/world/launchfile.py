@@ -151,7 +151,12 @@ def _alone(said: Mapping[str, Any], ranks: int, environ: Mapping[str, str]) -> I
         return
     section = said.get("parallelism_config")
     for name, size in section.items() if isinstance(section, dict) else ():
-        if isinstance(size, int) and size > 1:
+        if isinstance(size, int) and size > 1 and kind == "FSDP":
+            do = "Leave --cpu out: it starts one process, whatever the file says. Without a GPU, or with use_cpu: true in the file, "
+            yield UserError(
+                f"the launch file's {name}: accelerate drops it under its flag --cpu", got=size, do=f"{do}ranks run on the CPU"
+            )
+        elif isinstance(size, int) and size > 1:
             yield UserError(
                 f"the launch file's {name}: accelerate drops it where distributed_type is {kind}",
                 got=size,
