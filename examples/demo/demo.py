@@ -29,7 +29,12 @@ def main() -> int:
     shutil.rmtree(BUILD / "run", ignore_errors=True)  # of an earlier demo: a run is never overwritten unasked
     command = ["train", str(HERE / "demo.yaml"), "--dataset_name", str(book)]
     print(f"megaspan {' '.join(command)}", file=sys.stderr)
-    return subprocess.run([sys.executable, "-m", "megaspan", *command], check=False).returncode
+    training = subprocess.Popen([sys.executable, "-m", "megaspan", *command])
+    while True:
+        try:
+            return training.wait()
+        except KeyboardInterrupt:  # the run has heard Ctrl-C itself: it saves a checkpoint and ends
+            continue
 
 
 def make_model(folder: Path, text: str) -> None:

@@ -82,7 +82,8 @@ def render_records(columns: Sequence[str], text_field: str, place: str, *, more:
         what, how = ("prompts and completions", "Join them") if pairs else ("chats", "Render the conversations")
         raise UserError(
             f"{place} holds {what} ({', '.join(chat)}), which are not built yet: only plain text and input_ids are",
-            do=f"{how} to a column of text, and name it with dataset_text_field",
+            do=f"{how} to a column of text, and name it with dataset_text_field; or, to train a part alone, to columns "
+            "input_ids and completion_mask (1 where a token is trained)",
         )
     close = nearest(text_field, columns)
     raise UserError(

@@ -152,9 +152,10 @@ def _alone(said: Mapping[str, Any], ranks: int, environ: Mapping[str, str]) -> I
     section = said.get("parallelism_config")
     for name, size in section.items() if isinstance(section, dict) else ():
         if isinstance(size, int) and size > 1 and kind == "FSDP":
-            do = "Leave --cpu out: it starts one process, whatever the file says. Without a GPU, or with use_cpu: true in the file, "
             yield UserError(
-                f"the launch file's {name}: accelerate drops it under its flag --cpu", got=size, do=f"{do}ranks run on the CPU"
+                f"the launch file's {name}: accelerate drops it under its flag --cpu, which starts one process",
+                got=size,
+                do="Leave --cpu out; without a GPU, or with use_cpu: true in the file, ranks run on the CPU",
             )
         elif isinstance(size, int) and size > 1:
             yield UserError(
