@@ -329,7 +329,7 @@ def test_a_flag_of_accelerate_that_reaches_no_rank_is_refused(tmp_path, monkeypa
         ({"num_processes": 1, "parallelism_config": {"parallelism_config_cp_size": 2}},
          "parallelism_config_cp_size: accelerate drops it where distributed_type is MULTI_CPU; got 2"),
         ({"distributed_type": "FSDP", "num_processes": 2, "parallelism_config": {"parallelism_config_cp_size": 2}},
-         "parallelism_config_cp_size: accelerate drops it under its flag --cpu, which starts one process; got 2. Leave --cpu out"),
+         "parallelism_config_cp_size: accelerate drops it under its flag --cpu, which starts one process; got 2. Leave --cpu"),
     ],
 )  # fmt: skip
 def test_a_file_that_shares_nothing_says_so(monkeypatch, said, sentence):
