@@ -170,3 +170,13 @@ def test_the_launch_file_of_accelerate_is_recognised():
         pytest.skip("the example is not here")
     with pytest.raises(UserErrors, match="accelerate launch --config_file"):
         load_config(example)
+
+
+def test_no_sentence_of_the_table_ends_at_a_comma():
+    """A comma in an unquoted text of a YAML mapping begins another key: half a sentence was cut off without a word."""
+    for section in (value for name, value in TABLE.items() if name != "values"):
+        for name, entry in section.items():
+            keys = set(entry) if isinstance(entry, dict) else set()
+            assert keys <= {"trl", "differs", "why", "do", "neutral"}, name
+    for name, values in TABLE["values"].items():
+        assert all(set(entry) <= {"why", "do"} for entry in values.values()), name
