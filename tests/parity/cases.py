@@ -18,6 +18,7 @@ import numpy as np
 from megaspan.config.parallel import legal_sp
 from megaspan.data import Row
 from tests.models import VOCAB, WINDOW
+from tests.parity import own
 from tests.parity.pairwise import Case
 
 IGNORED, LAYERS = -100, 3
@@ -41,7 +42,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("granite", {}),
     "olmo2": ("olmo2", {}),
 }
-EXPERTS = ("gpt_oss", "qwen3_moe")  # in fp32: torch multiplies groups of experts in no wider type
+EXPERTS = ("gpt_oss", "qwen3_moe", *own.WITH_EXPERTS)  # in fp32: torch multiplies groups of experts in no wider type
 
 # Documents of the rows of a window, as many of them as the window has rows, and padding behind them. Of "edges" all documents
 # end where a rank's tokens end, on 2, 3, 4 or 8 ranks; "lengths" are of the case's own choice, from 1 to 17, and "1 to 17" is a
@@ -173,7 +174,8 @@ def is_moe_balanced(case: Case) -> bool:
     Checkpointed layers keep no router logits, which is refused; and it counts padding that was asked for, where transformers'
     own mask would leave it out.
     """
-    return case["family"] == "qwen3_moe" and case["path"] != "whole" and case["rows"] != "padded"
+    balanced = case["family"] == "qwen3_moe" or case["family"] in own.BALANCED
+    return balanced and case["path"] != "whole" and case["rows"] != "padded"
 
 
 def seen_by_the_label(case: Case, rows: Sequence[Row]) -> set[int] | None:

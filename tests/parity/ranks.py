@@ -33,6 +33,7 @@ from tests.attention.rows import visible
 from tests.layers.test_streamed_ranks import by_hand
 from tests.model.support import settings
 from tests.models import HIDDEN, assert_same_gradients, gradients, tiny
+from tests.parity import own
 from tests.parity.cases import (
     EXPERTS,
     FAMILIES,
@@ -58,15 +59,20 @@ def axes_of(mesh: Mesh) -> DeviceAxes | None:
 
 def model_of(case: Case, dtype: torch.dtype | None = None) -> Any:
     """The unprepared model; an adapter's B is not zero."""
-    name, options = FAMILIES[case["family"]]
     heads, kv_heads = case["heads"]
     # Some configurations want a hidden size that the heads divide.
-    hidden = -(-HIDDEN // heads) * heads
-    options = options | {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "hidden_size": hidden}
-    if "output_router_logits" in options:
-        options["output_router_logits"] = is_moe_balanced(case)
-    dtype = dtype or (torch.float32 if name in EXPERTS else torch.float64)
-    model: Any = tiny(name, layers=LAYERS, dtype=dtype, **options)
+    sizes = {"num_key_value_heads": kv_heads, "hidden_size": -(-HIDDEN // heads) * heads}
+    dtype = dtype or (torch.float32 if case["family"] in EXPERTS else torch.float64)
+    model: Any
+    if case["family"] in own.FAMILIES:
+        if is_moe_balanced(case):
+            sizes |= {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+        model = own.model_of(case["family"], dtype, LAYERS, heads=heads, **sizes)
+    else:
+        name, options = FAMILIES[case["family"]]
+        if "output_router_logits" in options:
+            options = options | {"output_router_logits": is_moe_balanced(case)}
+        model = tiny(name, layers=LAYERS, dtype=dtype, **(options | {"num_attention_heads": heads} | sizes))
     if case["trains"] == "frozen embedding":
         model.get_input_embeddings().weight.requires_grad_(False)
     if case["trains"] == "lora":

@@ -6,13 +6,10 @@ head group, tied and not, packed, under autocast, and with a balance loss where 
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.models.granitemoe.modeling_granitemoe import GraniteMoePreTrainedModel
 
 from megaspan.attention import install as install_attention
 from megaspan.config import SFTConfig
@@ -28,57 +25,13 @@ from megaspan.model.counted import facts_of
 from megaspan.model.kinds import check_class, check_config, refuse_shared_rows
 from megaspan.trainer.share import Share
 from tests.model.support import plan
-from tests.models import _COMMON, WINDOW, assert_same_gradients, batch, gradients, randomise
+from tests.models import assert_same_gradients, batch, gradients
+from tests.parity.own import BALANCED, FAMILIES, WITH_EXPERTS, config_of, model_of
 
 torch.set_num_threads(1)
 
 LAYERS = 2
-RECORDED = "router_logits" in GraniteMoePreTrainedModel._can_record_outputs
-GRANITE: dict[str, Any] = {
-    "embedding_multiplier": 3.0, "residual_multiplier": 0.7, "attention_multiplier": 0.2, "logits_scaling": 4.0,
-}  # fmt: skip
-EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
-HYBRID = GRANITE | {"layer_types": ["attention"] * LAYERS, "shared_intermediate_size": 72, "mamba_n_heads": 2}
-TYPES = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "granitemoe": GRANITE | EXPERTS,
-    "granitemoeshared": GRANITE | EXPERTS | {"shared_intermediate_size": 72},
-    "granitemoehybrid": HYBRID | {"position_embedding_type": "rope", "num_local_experts": 0, "num_experts_per_tok": 0},
-    "granitemoehybrid experts": HYBRID | EXPERTS | {"position_embedding_type": "rope"},
-    "phi3": {"num_key_value_heads": 2},
-    "glm4": {},
-    "apertus": {"hidden_act": "xielu"},
-    "hyperclovax": {"use_post_norm": True, "residual_multiplier": 0.7},
-    "vaultgemma": TYPES | {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0},
-    "bitnet": {},
-    "afmoe": TYPES | {
-        "num_experts": 4, "num_experts_per_tok": 2, "num_shared_experts": 1, "num_dense_layers": 1,
-        "moe_intermediate_size": 48, "route_scale": 1.5,
-    },
-    "laguna": TYPES | {
-        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 40,
-        "num_attention_heads_per_layer": [4, 4], "mlp_layer_types": ["dense", "sparse"],
-    },
-}  # fmt: skip
 GATED = ("bitnet", "afmoe", "laguna")
-# transformers 5.17 records no router logits of these, and so has no balance loss.
-BALANCED = ("granitemoe", "granitemoeshared", "granitemoehybrid experts") if RECORDED else ()
-
-
-def config_of(family: str, **changes: Any) -> Any:
-    # A copy: some configurations write into the dictionaries that they are given.
-    settings = copy.deepcopy(_COMMON | {"num_hidden_layers": LAYERS} | FAMILIES[family] | changes)
-    if family == "laguna":
-        settings.pop("rope_parameters")  # one for each kind of layer; its own
-    return AutoConfig.for_model(family.split()[0], **settings)
-
-
-def model_of(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config_of(family, **changes), attn_implementation="eager")
-    randomise(model, 0)
-    return model.to(dtype).train()
 
 
 def prepared(plain: Any, tile: int = 9, heads: int | None = None, offload: bool = True) -> Any:
@@ -176,7 +129,7 @@ def test_under_autocast_it_is_no_farther_from_fp32_than_the_plain_model(pair: tu
     assert 0 < far["ours"] <= 1.5**2 * far["plain"]
 
 
-@pytest.mark.parametrize("family", ["granitemoe", "granitemoeshared", "granitemoehybrid experts", "afmoe", "laguna"])
+@pytest.mark.parametrize("family", WITH_EXPERTS)
 def test_experts_are_found_wherever_they_stand(family: str) -> None:
     model = model_of(family)
     router = find_router(model.model.layers[-1])
