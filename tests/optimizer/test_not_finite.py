@@ -9,9 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from megaspan.model.shard import shard
 from megaspan.optimizer import NonFiniteGradient, Optimizer
 from megaspan.optimizer.adamw import TorchAdamW
 from megaspan.plan.states import StatePlan
+from megaspan.world.axes import Mesh, device_axes
+from tests.gloo import run_ranks
 from tests.optimizer.support import PLACES, backward, make, small_pieces, window  # noqa: F401
 
 
@@ -116,3 +119,21 @@ def test_a_flag_on_the_device_stops_the_same_updates(layer: int | None, monkeypa
     with pytest.raises(NonFiniteGradient, match=rf"first model\.layers\.{layer}\.mlp\.up_proj.*had been updated"):
         optimizer.step()
     assert optimizer.updating
+
+
+def on_one_rank(rank: int, world: int) -> None:
+    model, config = make("fp32")
+    shard(model, device_axes(Mesh(dp_shard=world, rank=rank), "cpu").fsdp, masters=True, compute=torch.float32)
+    optimizer = Optimizer(model, config, 3)
+    backward(model, window(0, 1), optimizer)
+    if rank == 1:
+        model.model.layers[1].mlp.up_proj.weight.grad.to_local()[0] = math.nan
+    assert not math.isfinite(optimizer.clip(1.0))
+    with pytest.raises(
+        NonFiniteGradient, match=r"1 of \d+ parameters, first model\.layers\.1\.mlp\.up_proj\.weight\); nothing"
+    ):
+        optimizer.step()
+
+
+def test_ranks_whose_parts_are_finite_name_what_is_not() -> None:
+    run_ranks(2, [(on_one_rank, ())])

@@ -11,7 +11,7 @@ still no second gradient on the device. The addition is the one that autograd wo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import final
 
 import torch
@@ -43,6 +43,21 @@ def total_norm(norms: Sequence[tuple[Trained, Tensor]], device: torch.device) ->
     square = _together(parts).square()
     dist.all_reduce(square, group=group)
     return _together([*whole, square.sqrt()])
+
+
+def on_any_rank(names: Collection[str], trained: Mapping[str, Trained]) -> list[str]:
+    """Names that some rank has among its own, in the order of `trained`, the same on all ranks; all have to call it.
+
+    Args:
+        names: of parameters, found in this rank's parts.
+        trained: all parameters.
+    """
+    group = next((group for each in trained.values() if (group := shard_ranks(each.parameter)) is not None), None)
+    held = torch.tensor([name in names for name in trained], dtype=torch.int32)
+    if group is not None:
+        held = held.to(next(iter(trained.values())).weight.device)
+        dist.all_reduce(held, op=dist.ReduceOp.MAX, group=group)
+    return [name for name, there in zip(trained, held.tolist(), strict=True) if there]
 
 
 def _together(norms: list[Tensor]) -> Tensor:

@@ -22,7 +22,7 @@ Large Language Models with Limited Resources", arXiv 2306.09782 (updates in the 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -32,7 +32,7 @@ from torch import Tensor
 from megaspan.config import SFTConfig
 from megaspan.human import UserError
 from megaspan.optimizer.adamw import TorchAdamW
-from megaspan.optimizer.collect import HostGradients, norm_of, total_norm
+from megaspan.optimizer.collect import HostGradients, norm_of, on_any_rank, total_norm
 from megaspan.optimizer.conveyor import Conveyor
 from megaspan.optimizer.eight_bit import EightBitAdamW
 from megaspan.optimizer.place import describe, lay_out
@@ -198,7 +198,7 @@ class Optimizer:
         """
         norm = self.gradient_norm() if self._norm is None else self._norm
         if not math.isfinite(float(norm)):
-            raise self._not_finite()
+            raise self._not_finite(together=True)  # the norm is that of all ranks
         factor = torch.tensor(1.0) if self._factor is None else self._factor
         if self._factor is not None and scale != self._factor_scale:
             raise ValueError(f"clip was told a scale of {self._factor_scale}, step one of {scale}")
@@ -287,14 +287,18 @@ class Optimizer:
         self._update([trained], self.learning_rate, stop=self._stop)
         trained.parameter.grad = None
 
-    def _not_finite(self) -> NonFiniteGradient:
+    def _not_finite(self, *, together: bool = False) -> NonFiniteGradient:
+        """What to raise; `together` where all ranks are here, of which only some may hold a part that is not finite."""
         self._conveyor.wait()
         count, order = len(self._trained), list(self._norms)
         bad = [name for name in order if not math.isfinite(float(self._norms[name]))]
         # From the first bad gradient on, nothing is updated.
-        before = self._updated & set(order[: order.index(bad[0])] if bad else order)
-        self.updating = bool(before)
+        before: Collection[str] = self._updated & set(order[: order.index(bad[0])] if bad else order)
         names = [name for name in bad if not self._is_finite(self._trained[name])]
+        if together:
+            before = on_any_rank(before, self._trained)
+            names = sorted(on_any_rank(names, self._trained), key=order.index)
+        self.updating = bool(before)
         where = f"{len(names)} of {count} parameters, first {names[0]}" if names else "the sum of squares overflows"
         said = "nothing was updated"
         if before:
