@@ -64,6 +64,23 @@ def test_a_rank_that_moves_again_goes_on(meet, capsys):
     assert "rank 1 moves again." in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("phase", ["forward layer 5", "start"])
+def test_ranks_that_were_all_stopped_go_on(meet, capsys, monkeypatch, phase):
+    """Ctrl-Z and fg, or a scheduler that suspends a job: nobody has moved for an hour, and nobody is to blame."""
+    monkeypatch.setattr(heartbeat, "START_PATIENCE", 0.1)
+    hearts, ended, _ = meet(3, late=int(phase == "start"))
+    for heart in hearts:
+        heart.beat(phase)
+    time.sleep(2 * FAST.period)
+    stopped, clock = 3600.0, time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + stopped)
+    time.sleep(4 * FAST.period)
+    assert ended[:2] == [None, None]
+    assert capsys.readouterr().err == ""
+    until(lambda: None not in ended[:2])  # from then on all is as ever
+    part(hearts)
+
+
 def test_patience_is_what_a_phase_is_expected_to_last(meet, capsys):
     """A layer of eight million tokens takes minutes and is no hang; and what has no limit is never named (case R82)."""
     hearts, ended, _ = meet(2)

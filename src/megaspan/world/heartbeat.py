@@ -78,6 +78,7 @@ class Heartbeat:
         self.failed = False
         self.meshes: list[Any] = []
         self._tick = 0
+        self._woke = self._looked = time.monotonic()
         self._closed = threading.Event()
         self._beat: tuple[int, str, float | None, float] = (0, "start", None, time.monotonic())
         self._board = Board(started)  # the thread's
@@ -213,6 +214,10 @@ class Heartbeat:
         self._board.write(f"{here}beat/{rank}", [self._tick, count, phase, patience, now.frozen, where, waits])
         notes = self._board.read(["failure", f"{here}halt", *(f"{here}beat/{r}" for r in range(size))])
         gone = left(self._board, size, here)
+        before, self._looked = self._looked, time.monotonic()
+        # Who was stopped itself (Ctrl-Z, a suspended job) has seen nobody move meanwhile: it gives all of them their time anew.
+        if self._looked - before > self._limits.name / 2:
+            self._woke = self._looked
         if rank in gone:
             return  # this rank is on its way out, by its own account
         if "failure" in notes:
@@ -221,7 +226,7 @@ class Heartbeat:
             self._finish(codes[0])  # a signal ended another rank outside of all boundaries, so there is nothing to save
         if death := find_death(self._board, size, here):
             self._finish(1, death)
-        if gone and patience is not None and time.monotonic() - at > self._limits.left:
+        if gone and patience is not None and self._looked - max(at, self._woke) > self._limits.left:
             for other, where in self._board.read(f"{here}midway/{other}" for other in gone).items():
                 why = f"rank {other.rpartition('/')[2]} has left {where}, and its script went on"
                 self._finish(1, f"{why}; rank {rank} waits for it in {phase!r}")
@@ -231,19 +236,19 @@ class Heartbeat:
         self._judge(now, beats, gone)
 
     def _judge(self, session: Session, beats: dict[int, list[Any]], gone: dict[int, int]) -> None:
-        now, limits = time.monotonic(), self._limits
+        now, limits, woke = self._looked, self._limits, self._woke
         for rank, note in beats.items():
             known = session.seen.get(rank)
             moved = now if known is None or known[0][1] != note[1] else known[1]
             written = now if known is None or known[0][0] != note[0] else known[2]
             session.seen[rank] = (note, moved, written)
         seen = {
-            rank: Seen(note[1], note[2], note[3], now - moved, now - written, note[5], note[6])
+            rank: Seen(note[1], note[2], note[3], now - max(moved, woke), now - max(written, woke), note[5], note[6])
             for rank, (note, moved, written) in session.seen.items()
             if rank not in gone
         }
         for rank in set(range(self._launch.world_size)) - set(session.seen) - set(gone):
-            seen[rank] = Seen(-1, "start", START_PATIENCE, now - session.began)
+            seen[rank] = Seen(-1, "start", START_PATIENCE, now - max(session.began, woke))
         speaker = min((rank for rank, each in seen.items() if each.absent < limits.name / 2), default=None)
         if ending := culprits(seen, limits.end, END_FACTOR):
             self._finish(1, sentence(ending, seen, gone) + ". The run is ended")
