@@ -11,8 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from megaspan.human import UserError
 from megaspan.optimizer import Optimizer
 from megaspan.optimizer.eight_bit import EightBitAdamW
+from megaspan.optimizer.state import load_state
 from megaspan.optimizer.trained import Entry, Trained, local
 from megaspan.plan.states import StatePlan
 from tests.optimizer.support import PLACES, settings, small_pieces  # noqa: F401
@@ -72,3 +74,24 @@ def test_moments_of_8_bits_are_cut_with_whole_scales_or_not_at_all(mesh: DeviceM
     assert entries(64, 500, False)["state1"].dtype == torch.uint8
     assert entries(64, 500, True).keys() == {"state1", "state2"}
     assert entries(64, 500, True)["state1"].dtype == torch.float32
+
+
+def test_moments_of_other_bits_are_told_from_another_optimizer(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process alone has 8 bits where ranks have 32: the one does not continue the other, whatever `optim` says."""
+    monkeypatch.setattr(EightBitAdamW, "__init__", lambda *_: None)
+    rule = EightBitAdamW(settings(), torch.device("cpu"))
+    alone, shared = (torch.nn.Linear(500, 64, bias=False) for _ in range(2))
+    fully_shard(shared, mesh=mesh)
+    trained = [
+        {"w": Trained("w", each.weight, 0.0, tied=False, embedding=False, step=torch.zeros(()))} for each in (alone, shared)
+    ]
+    states = [
+        {"w": {key: torch.zeros(each["w"].whole_shape(entry)) for key, entry in rule.entries(each["w"]).items()}}
+        for each in trained
+    ]
+    for here, saved, words in (
+        (trained[1], states[0], r"in 8 bits, and this run in 32: .*Resume in one process, as that run was"),
+        (trained[0], states[1], r"in 32 bits, and this run in 8: .*Resume on several ranks, as that run was"),
+    ):
+        with pytest.raises(UserError, match=words):
+            load_state(here, saved, rule, lambda each: None)

@@ -95,6 +95,8 @@ def check_same(here: Mapping[str, Trained], saved: Mapping[str, Mapping[str, Any
         state = saved.get(name, {})
         moments = state.keys() - {"step", "master"}
         if moments and moments != shapes.keys():
+            if "state1" in moments & shapes.keys():  # both are adamw_8bit
+                raise _other_bits(name, alone="absmax1" in moments)
             raise UserError(
                 f"the checkpoint's optimizer keeps {', '.join(sorted(moments))} of {name}",
                 found=f"optim with {', '.join(sorted(shapes))} here",
@@ -115,3 +117,13 @@ def check_same(here: Mapping[str, Trained], saved: Mapping[str, Mapping[str, Any
             found=", ".join(sorted(missing | unknown)[:3]),
             do="Resume with the model and the LoRA settings of that run",
         )
+
+
+def _other_bits(name: str, *, alone: bool) -> UserError:
+    """Moments of 8 bits and of 32 under one `optim`: ranks that share a weight share no run of 256 of its moments."""
+    there, here = ("8", "32") if alone else ("32", "8")
+    return UserError(
+        f"the checkpoint keeps the moments of {name} in {there} bits, and this run in {here}: with adamw_8bit a process "
+        "alone keeps 8 bits and several ranks 32 where a row of a weight is no multiple of 256 numbers",
+        do=f"Resume {'in one process' if alone else 'on several ranks'}, as that run was",
+    )
