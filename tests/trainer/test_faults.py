@@ -127,7 +127,10 @@ def test_packing_that_a_model_cannot_have_is_refused(tmp_path) -> None:
     packed = {"packing": True, "packing_strategy": "bfd", "eos_token": None}
     with pytest.raises(UserError, match=r'model\.layers\.1\.mlp \(Shifted\).* packing_strategy="wrapped"'):
         trainer(copy.deepcopy(model), tmp_path / "packed", documents([20, 9, 5]), **packed)
-    trainer(model, tmp_path / "joined", documents([20, 9, 5]), packing=True)
+    trainer(copy.deepcopy(model), tmp_path / "joined", documents([20, 9, 5]), packing=True)
+    plain = trainer(model, tmp_path / "plain", documents([20, 9, 5]))
+    with pytest.raises(UserError, match=r"model\.layers\.1\.mlp \(Shifted\)"):  # later, and for held-out rows alone
+        plain.evaluate([documents([29])[0] | {"seq_lengths": [20, 9]}])
 
 
 # --- two ranks ----------------------------------------------------------------------------------------------------------------

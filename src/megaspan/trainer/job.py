@@ -26,6 +26,7 @@ from megaspan.data import Rows, prepare_rows
 from megaspan.human import fitted, format_bytes, format_seconds, format_tokens, terminal_width
 from megaspan.layers.shards import compute_dtype
 from megaspan.model import Levers, LoadedModel, check_token_ids, levers
+from megaspan.model.kinds import refuse_shared_rows
 from megaspan.model.shard import reset
 from megaspan.plan import ModelFacts, Plan
 from megaspan.report import Line, flops_formula, heaviest_layer, model_flops
@@ -107,11 +108,14 @@ class Job:
         """Held-out rows of another dataset, by the options of the run; the same ones on every rank.
 
         Raises:
-            UserError: the data cannot be read, or ranks were given different data (case R84).
+            UserError: the data cannot be read, ranks were given different data (case R84), or it is packed and the model cannot
+                have that (R94).
         """
         rows = prepare_rows(self.args, self.tokenizer, split="test", dataset=dataset, report=self.say)
         world.same_everywhere("the held-out data", rows.fingerprint)
         check_token_ids(rows.max_id, self.facts.vocab)
+        if rows.packed:
+            refuse_shared_rows(self.model)
         return rows
 
     def say(self, text: str) -> None:
