@@ -279,7 +279,7 @@ def told(found: Found | None, like: Found, owner: int) -> Found:
 
 
 def compare(case: Case, got: Found, want: Found) -> None:
-    """Counts are equal, loss and entropy 1e-6 relative (2e-5 of few tokens in fp32), each gradient 1e-5 (1e-4 with experts).
+    """Counts are equal, loss and entropy 1e-6 relative (2e-5 of few tokens in fp32), each gradient 1e-5 (1e-4 for some families).
 
     And a single label sees what it should and nothing else.
 
@@ -294,7 +294,9 @@ def compare(case: Case, got: Found, want: Found) -> None:
     for name, near in (("loss", rounded if experts else 1e-6), ("entropy", rounded)):
         assert abs(got[name] - want[name]) <= near * abs(want[name]), f"{name}: {got[name]}, wanted {want[name]}"
     if want["trained"]:
-        assert_same_gradients(got.gradients, want.gradients, 1e-4 if case["family"] in EXPERTS else 1e-5)
+        # BitNet's norms behind norms round to fp32 in whatever type they are given, and streamed ones do not.
+        near = 1e-4 if case["family"] in (*EXPERTS, "bitnet") else 1e-5
+        assert_same_gradients(got.gradients, want.gradients, near)
     else:
         assert not any(bool(gradient.any()) for gradient in got.gradients.values())
     seen = seen_by_the_label(case, window_of(case)[0])
