@@ -48,7 +48,8 @@ BALANCED = ("granitemoe", "granitemoeshared", "granitemoehybrid experts") if REC
 def config_of(family: str, layers: int = 2, heads: int = 4, **changes: Any) -> Any:
     """The configuration of a family of `FAMILIES`; a second word after the model's type tells variants apart."""
     # A copy: some configurations write into the dictionaries that they are given.
-    settings = copy.deepcopy(_COMMON | {"num_hidden_layers": layers, "num_attention_heads": heads} | FAMILIES[family] | changes)
+    own = {"num_hidden_layers": layers, "num_attention_heads": heads, "tie_word_embeddings": False}
+    settings = copy.deepcopy(_COMMON | own | FAMILIES[family] | changes)
     if family == "laguna":
         settings.pop("rope_parameters")  # one for each kind of layer; its own
         settings["num_attention_heads_per_layer"] = [heads]

@@ -279,7 +279,7 @@ def told(found: Found | None, like: Found, owner: int) -> Found:
 
 
 def compare(case: Case, got: Found, want: Found) -> None:
-    """Counts are equal, loss and entropy 1e-6 relative (2e-5 of few tokens in fp32), each gradient 1e-5 (1e-4 for some families).
+    """Counts are equal, loss and entropy 1e-6 relative (2e-5 of few tokens in fp32), each gradient 1e-5 (1e-4 for some).
 
     And a single label sees what it should and nothing else.
 
