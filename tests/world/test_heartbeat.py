@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 
@@ -79,6 +81,14 @@ def test_ranks_that_were_all_stopped_go_on(meet, capsys, monkeypatch, phase):
     assert capsys.readouterr().err == ""
     until(lambda: None not in ended[:2])  # from then on all is as ever
     part(hearts)
+
+
+def test_what_ends_a_rank_is_said_while_an_error_of_it_is_on_its_way_out(capsys, monkeypatch):
+    """torch's excepthook puts a buffer in the place of sys.stderr, and nobody reads it once the watch has ended the process."""
+    monkeypatch.setattr(sys, "__stderr__", sys.stderr)
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    heartbeat._say("rank 1 died")
+    assert capsys.readouterr().err == "megaspan: rank 1 died\n"
 
 
 def test_patience_is_what_a_phase_is_expected_to_last(meet, capsys):

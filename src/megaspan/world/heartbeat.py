@@ -13,6 +13,7 @@ layer of its own, and the first collective after that would never be answered.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import threading
@@ -307,4 +308,6 @@ def location() -> tuple[str, bool]:
 
 
 def _say(text: str) -> None:
-    print(f"megaspan: {text}", file=sys.stderr, flush=True)
+    # While an error of the main thread is on its way out, torch's hook collects what goes to sys.stderr: it would be lost here.
+    collected = type(sys.stderr) is io.StringIO
+    print(f"megaspan: {text}", file=sys.__stderr__ if collected else sys.stderr, flush=True)
