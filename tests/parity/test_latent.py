@@ -95,10 +95,10 @@ def test_loss_and_every_gradient_equal_plain_transformers(family: str) -> None:
 def test_values_narrower_than_keys_beside_windows_and_sinks() -> None:
     """MiMo-V2-Flash: no latents, but values of another width, and twice the KV heads in layers with a window."""
     config = AutoConfig.for_model(
-        "mimo_v2_flash", vocab_size=VOCAB, hidden_size=64, intermediate_size=80, num_hidden_layers=3, num_attention_heads=4,
+        "mimo_v2_flash", vocab_size=VOCAB, hidden_size=64, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=24, v_head_dim=16, sliding_window=9, moe_intermediate_size=32, n_routed_experts=4,
-        num_experts_per_tok=2, layer_types=["full_attention", "sliding_attention", "full_attention"],
-        mlp_layer_types=["dense", "sparse", "dense"], pad_token_id=None, bos_token_id=None, eos_token_id=None,
+        num_experts_per_tok=2, layer_types=["full_attention", "sliding_attention"],
+        mlp_layer_types=["dense", "sparse"], pad_token_id=None, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
     plain = AutoModelForCausalLM.from_config(config, attn_implementation="eager").train()
     randomise(plain, 0)

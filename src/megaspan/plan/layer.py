@@ -57,8 +57,8 @@ def layer_bytes(facts: ModelFacts, layer: int, s: Settings) -> LayerBytes:
 
     A norm keeps its input in fp32, the normalised value and its output (the next product's input); normed queries and keys the
     same; attention keeps q, k, v, its output and the log-sum-exp; a gated MLP keeps gate, its activation, up and their product,
-    and its backward holds two gradients of that width more. Experts keep two copies of a token each, and where their outputs are
-    weighed and summed the backward holds three gradients of such copies.
+    and its backward holds two gradients of that width more. Experts keep two copies of a token each, and where their outputs
+    are weighed and summed the backward holds three gradients of such copies.
     """
     e, q, k, c, family = facts.hidden, facts.query_width, facts.kv_width, s.compute_bytes, facts.family
     in_fp32, in_type = family.norm_tensors
