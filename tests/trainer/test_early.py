@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, EarlyStoppingCallback
 
+from megaspan import SFTTrainer
 from megaspan.data.prepare import OpenData
 from megaspan.human import UserError
 from megaspan.trainer import setup
@@ -121,3 +122,17 @@ def test_a_tokenizer_of_more_words_than_the_model_is_found_before_rows(tmp_path,
     place = save_model_folder(tmp_path / "model", vocab_size=258)
     with pytest.raises(UserError, match="the tokenizer has token 258, but the model has embeddings for 258 tokens only"):
         trainer(place, tmp_path / "run", DATA)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"tokenizer": 1}, "called processing_class now. Write processing_class=tokenizer"),
+        ({"packing": True}, r"packing is an option, not a parameter of SFTTrainer. Write args=SFTConfig\(packing=…\)"),
+        ({"max_seq_length": 64}, "max_seq_length is an option"),
+        ({"nosuch": 1}, "SFTTrainer has no parameter nosuch"),
+    ],
+)
+def test_parameters_of_older_scripts_are_named(tmp_path, model_folder, no_rows, given, said):  # noqa: F811
+    with pytest.raises(UserError, match=said):
+        SFTTrainer(str(model_folder), settings(tmp_path), train_dataset=DATA, **given)

@@ -8,11 +8,13 @@ for, while all that has been spent is a second.
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from megaspan.config import SFTConfig
+from megaspan.config.foreign import table
 from megaspan.data.prepare import OpenData, open_data
 from megaspan.human import UserError
 from megaspan.model import wrap_lora
@@ -91,6 +93,20 @@ _REFUSED = {
     "quantization_config": "quantised base weights are not proven exact here; load the model in bf16",
     "formatting_func": "map the dataset to a text column before: dataset.map(lambda row: {'text': ...})",
 }
+
+
+def refuse_others(given: Mapping[str, Any]) -> None:
+    """Refuses parameters that `SFTTrainer` has not: those that TRL's had before, and options.
+
+    Raises:
+        UserError: the first one, with what to write.
+    """
+    for name in given:
+        if name == "tokenizer":
+            raise UserError("SFTTrainer's tokenizer is called processing_class now", do="Write processing_class=tokenizer")
+        if name in SFTConfig.model_fields or name in table()["older"]:
+            raise UserError(f"{name} is an option, not a parameter of SFTTrainer", do=f"Write args=SFTConfig({name}=…)")
+        raise UserError(f"SFTTrainer has no parameter {name}", do=f"Leave {name} out")
 
 
 def refuse_parameters(**given: Any) -> None:

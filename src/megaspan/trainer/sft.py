@@ -27,7 +27,7 @@ from megaspan.human import UserError
 from megaspan.optimizer import Optimizer
 from megaspan.report import Line, Metrics, Progress, plot_run, print_header
 from megaspan.trainer.callbacks import Callbacks, check_callback, check_callbacks
-from megaspan.trainer.early import refuse_parameters
+from megaspan.trainer.early import refuse_others, refuse_parameters
 from megaspan.trainer.interrupt import Interrupted, Interrupts
 from megaspan.trainer.job import Job, say
 from megaspan.trainer.loop import Loop
@@ -76,7 +76,9 @@ class SFTTrainer:
         quantization_config: Any = None,
         peft_config: Any = None,
         formatting_func: Callable | None = None,
+        **others: Any,
     ) -> None:
+        refuse_others(others)
         refuse_parameters(
             data_collator=data_collator,
             compute_loss_func=compute_loss_func,
