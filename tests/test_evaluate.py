@@ -133,12 +133,13 @@ def test_a_token_that_the_model_lacks_is_a_sentence(workplace):
         evaluate_command(str(workplace / "model"), ["--dataset_name", str(workplace / "ids.jsonl"), "--max_length", "40"])
 
 
-def test_an_adapters_run_is_told_to_merge_first(tmp_path):
+def test_an_adapter_is_told_to_be_merged_first(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "adapter_config.json").write_text("{}")
     (tmp_path / "config.yaml").write_text("max_length: 64\n")
-    with pytest.raises(UserError, match="--merge"):
-        evaluate_command(str(tmp_path), [])
+    for place in (tmp_path, tmp_path / "model"):
+        with pytest.raises(UserError, match=f"megaspan export {place} OUT --merge"):
+            evaluate_command(str(place), [])
 
 
 def test_the_sizes_of_training_are_said_and_left_out(capsys):

@@ -194,6 +194,14 @@ def _split(config: SFTConfig) -> str:
     return "test" if config.eval_strategy != "no" else "train"
 
 
+def _refuse_adapter(folder: Path, named: Path) -> None:
+    if (folder / "adapter_config.json").is_file():
+        raise UserError(
+            f"{named} holds an adapter, which is evaluated inside its base model",
+            do=f"Merge it: megaspan export {named} OUT --merge; then megaspan eval OUT --dataset_name … --max_length …",
+        )
+
+
 def _config_of(what: str, flags: list[str]) -> SFTConfig:
     path = Path(what)
     if path.is_file() and path.suffix in {".yaml", ".yml"}:
@@ -205,14 +213,11 @@ def _config_of(what: str, flags: list[str]) -> SFTConfig:
                 f"{path} holds no finished model",
                 do=f"Export a checkpoint: megaspan export {path} OUT; then megaspan eval OUT --dataset_name … --max_length …",
             )
-        if (model / "adapter_config.json").is_file():
-            raise UserError(
-                f"{path} trained an adapter, which is evaluated inside its base model",
-                do=f"Merge it: megaspan export {path} OUT --merge; then megaspan eval OUT --dataset_name … --max_length …",
-            )
+        _refuse_adapter(model, path)
         return load_config(
             path / "config.yaml", [*_without_rope(path / "config.yaml"), "--model_name_or_path", str(model), *flags]
         )
+    _refuse_adapter(path, path)
     if (path / "config.json").is_file():
         return load_config(None, ["--model_name_or_path", str(path), *flags])
     kind = (

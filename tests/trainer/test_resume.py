@@ -150,7 +150,7 @@ def test_the_command_line_exits_143_and_resumes(tmp_path, model_folder, capsys):
     assert cli.main([*command[3:], "--resume_from_checkpoint", "true", "--save_strategy", "no"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["steps"] == 80
-    assert result["seconds_since_step"] == step, "seconds of this start beside tokens of the whole run"
+    assert result["resumed_at_step"] == step, "seconds of this start beside tokens of the whole run"
     steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
     assert steps == list(range(1, 81))
     AutoModelForCausalLM.from_pretrained(result["model"])

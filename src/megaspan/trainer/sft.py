@@ -349,7 +349,7 @@ def run(config: SFTConfig) -> dict[str, Any]:
         "last_loss": round(losses[-1], 4) if losses else None,
         "tokens": trainer.state.num_input_tokens_seen,
         "seconds": round(output.metrics["train_runtime"], 1),
-        **({"seconds_since_step": int(output.metrics["resumed_at_step"])} if "resumed_at_step" in output.metrics else {}),
+        **({"resumed_at_step": int(output.metrics["resumed_at_step"])} if "resumed_at_step" in output.metrics else {}),
         "model": str(Path(config.output_dir) / store.FINAL),
         "metrics": str(Path(config.output_dir) / "metrics.jsonl"),
     }
