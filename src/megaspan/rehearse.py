@@ -131,9 +131,8 @@ def _run(config: SFTConfig, place: Path, watch: _Watch, plan: Plan) -> None:
     args = _arguments(config, place, rows)
     short = min(SHORT, args.max_length)
     lengths = [*[short] * rows, *[short] * (rows - 1), args.max_length]
-    if (
-        ranks > 1
-    ):  # ranks with rows of their own are dealt the longest first: all are long, so that a second one meets gradients
+    if ranks > 1:
+        # Ranks with rows of their own are dealt the longest first: all are long, so that a second one meets gradients.
         lengths = [*[short] * rows * ranks, *[args.max_length] * rows * ranks]
     draw = np.random.default_rng(0)
     data = [{"input_ids": draw.integers(3, vocab, length).tolist()} for length in lengths]
