@@ -73,19 +73,18 @@ def layer_bytes(facts: ModelFacts, layer: int, s: Settings) -> LayerBytes:
     tensors, backward = (family.mlp_tensors, 2) if family.gated else (2, 1)
     copies = e * facts.experts.active if sparse and facts.experts else 0
     weighed = 3 * (4 if family.weighs_in_fp32 else c) * copies
-    of_mlp = max(backward * c * width, weighed)
+    gradients = backward * c * width
+    told = f"({tensors} + {backward})·{c}·F" if gradients >= weighed else f"({tensors}·{c}·F + {weighed // e}·E)"
     formulas = (
         f"norms {4 * in_fp32 + c * in_type}·E + (Q + K)·{each} + {c}·(K + Q)"
         + (f" + {c}·({more_q}·Q + {more_k}·K)" if more_k else f" + {c * more_q}·Q" if more_q else "")
         + (f" + {4 + 2 * c}·{family.latent:,} of latents" if family.latent else "")
         + f" + gradient {c}·E",
-        f"({tensors}·{c} + {of_mlp // width})·F; F = {width:,} of a token's experts, and its copies"
-        if copies
-        else f"({tensors} + {backward})·{c}·F; F = {width:,}",
+        f"{told}; F = {width:,}" + (" of a token's experts, and its copies" if copies else ""),
     )
     # Output gradient, dq, dk, dv, and the kernel's fp32 sum of dq.
     of_attention = q * c * 2 + 2 * k * c + (4 * q if s.gpu else 0)
-    return LayerBytes(norms, attention, tensors * c * width + 2 * c * copies, of_mlp, of_attention, formulas)
+    return LayerBytes(norms, attention, tensors * c * width + 2 * c * copies, max(gradients, weighed), of_attention, formulas)
 
 
 def whole_layer_parts(facts: ModelFacts, layer: LayerBytes, s: Settings) -> list[Part]:
